@@ -1,0 +1,90 @@
+"""Samples per second of manyhands against DDP over gloo, and against the bare loop for one worker.
+
+    python -m benchmarks.vs_ddp --pairs 5 --models mlp,wide,cnn --workers 1,2,4 --seconds 6
+
+For each model, every side runs once per round, ours directly before its peer, so that a machine that gets slower or
+faster meets both. Both sides use fused Adam and a global batch of 128.
+"""
+
+import argparse
+import statistics
+from dataclasses import dataclass
+
+from benchmarks.measure import Result, Side, bare, ddp, footnote, ours, run_rounds
+from benchmarks.table import Spread, markdown, paired_ratio, write_block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Ours and the peer it is measured against, at one number of workers."""
+
+    workers: int
+    threads: int
+    mine: Side
+    theirs: Side
+
+
+def make_pairs(model: str, workers: int, seconds: float) -> list[Pair]:
+    """One worker meets the bare loop at one and at two threads; several workers meet DDP at one thread each."""
+    pairs = []
+    for threads in (1, 2) if workers == 1 else (1,):
+        options = (f"--model={model}", f"--workers={workers}", f"--threads={threads}", f"--seconds={seconds}")
+        peer = bare if workers == 1 else ddp
+        peer_name = (
+            f"bare loop, {threads} thread{'s'[: threads - 1]}" if workers == 1 else f"DDP gloo, {workers} workers"
+        )
+        mine = ours(f"manyhands, {workers} × {threads}", *options)
+        pairs.append(Pair(workers=workers, threads=threads, mine=mine, theirs=peer(peer_name, *options)))
+    return pairs
+
+
+def rates(results: list[Result]) -> list[float]:
+    return [float(result["samples_per_s"]) for result in results]
+
+
+def row(workers: str, mine: list[float], peer: str, theirs: list[float]) -> list[str]:
+    ratio = paired_ratio(mine, theirs).show(".2f")
+    return [workers, Spread.of(mine).show(), peer, Spread.of(theirs).show(), ratio]
+
+
+def one_process_row(pairs: list[Pair], results: dict[str, list[Result]]) -> list[str] | None:
+    """Two workers against the best one process can do: two threads, or one of our own workers."""
+    mine = [pair.mine.name for pair in pairs if pair.workers == 2]
+    single = [side for pair in pairs if pair.workers == 1 for side in (pair.mine.name, pair.theirs.name)]
+    if not mine or not single:
+        return None
+    best = max(single, key=lambda name: statistics.median(rates(results[name])))
+    return row("2 × 1", rates(results[mine[0]]), f"best of one process: {best}", rates(results[best]))
+
+
+def measure(model: str, workers: list[int], rounds: int, seconds: float) -> str:
+    pairs = [pair for count in workers for pair in make_pairs(model, count, seconds)]
+    results = run_rounds([side for pair in pairs for side in (pair.mine, pair.theirs)], rounds)
+    rows = [
+        row(
+            f"{pair.workers} × {pair.threads}",
+            rates(results[pair.mine.name]),
+            pair.theirs.name,
+            rates(results[pair.theirs.name]),
+        )
+        for pair in pairs
+    ]
+    extra = one_process_row(pairs, results)
+    headers = ["workers × threads", "manyhands, samples/s", "against", "its samples/s", "ratio"]
+    return markdown(headers, [*rows, *([extra] if extra else [])]) + footnote(results)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--models", default="mlp,wide,cnn")
+    parser.add_argument("--workers", default="1,2,4")
+    parser.add_argument("--seconds", type=float, default=6.0)
+    options = parser.parse_args()
+    workers = [int(count) for count in options.workers.split(",")]
+    for model in options.models.split(","):
+        write_block(f"vs_ddp {model}", measure(model, workers, options.pairs, options.seconds), module="vs_ddp")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""manyhands trains one PyTorch model on whatever machines there are, and the answer does not depend on them."""
+
+from manyhands.config import environment as _environment
+from manyhands.engine import local as _local
+
+if _environment("WARM", "1") != "0":
+    _local.warm()  # before torch is imported here, so that both processes load it at the same time
+
+from manyhands.errors import ManyhandsError
+from manyhands.sync.clip import ClipNorm, ClipValue
+from manyhands.train.callbacks import Callback, State
+from manyhands.train.export import digest
+from manyhands.train.history import History
+from manyhands.train.optimizers import optimizer
+from manyhands.train.schedule import PerEpoch
+from manyhands.train.strategy import AllReduce
+from manyhands.train.supervisor import Limits
+from manyhands.train.trainer import Trainer
+from manyhands.train.worker import worker_slot
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllReduce",
+    "Callback",
+    "ClipNorm",
+    "ClipValue",
+    "History",
+    "Limits",
+    "ManyhandsError",
+    "PerEpoch",
+    "State",
+    "Trainer",
+    "digest",
+    "optimizer",
+    "worker_slot",
+]

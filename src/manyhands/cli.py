@@ -1,0 +1,72 @@
+"""The door of the command line: which verbs there are, and what becomes of an error.
+
+Exit codes: 0 done, 1 the user's code failed, 2 usage, 3 infrastructure, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from manyhands.commands.demo import demo
+from manyhands.commands.explain import explain
+from manyhands.commands.output import print_error, print_json
+from manyhands.commands.recipes import recipes
+from manyhands.commands.resume import resume
+from manyhands.commands.runs import runs
+from manyhands.commands.scale import scale
+from manyhands.commands.train import train
+from manyhands.errors import CheckpointError, ManyhandsError, NotFinite, RunError, UsageError
+
+__all__ = ["build", "exit_code", "main"]
+
+DONE, USER_CODE, USAGE, INFRASTRUCTURE, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def build() -> App:
+    """The application with all its verbs."""
+    app = App(name="manyhands", help="Train one PyTorch model on whatever machines there are.")
+    for verb in (demo, train, resume, runs, recipes, scale, explain):
+        app.command(verb)
+    return app
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of a run that ended in ``error``."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, (UsageError, CycloptsError)):
+        return USAGE
+    if isinstance(error, (RunError, CheckpointError)) and not isinstance(error, NotFinite):
+        return INFRASTRUCTURE
+    return USER_CODE
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a verb and exit; the entry point of the ``manyhands`` command."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        command, bound, _ = build().parse_args(words, exit_on_error=False, print_error=False)
+        code = command(*bound.args, **bound.kwargs) or DONE
+    except (Exception, KeyboardInterrupt) as error:
+        code = exit_code(error)
+        _tell(error)
+        if "--json" in words:
+            print_json({"status": "failed", "exit_code": code, "error": type(error).__name__, "message": str(error)})
+    sys.exit(code)
+
+
+def _tell(error: BaseException) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        print_error("interrupted")
+    elif isinstance(error, (ManyhandsError, CycloptsError)):
+        print_error(str(error))
+    else:
+        traceback.print_exception(error)
+
+
+if __name__ == "__main__":
+    main()

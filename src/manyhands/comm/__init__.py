@@ -1,0 +1,1 @@
+"""What travels between processes: shared memory, the bell, shipped objects."""

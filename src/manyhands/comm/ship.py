@@ -1,0 +1,220 @@
+"""Sends Python objects from the caller to its own children.
+
+Code and small values travel as a cloudpickle; large arrays and tensors do not: they are laid into one shared
+segment, and each child maps it copy-on-write. Tensors that already lie in the arena travel as their place in it,
+memory-mapped arrays as the name of their file. So any number of workers costs one copy of the data.
+
+Only a process's own children are ever sent a pickle, and only they may send one back (an exception).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from manyhands.comm.segment import Segment, aligned
+from manyhands.errors import UsageError
+
+__all__ = ["Parcel", "Place", "load_exception", "pack", "pack_exception", "unpack"]
+
+LARGE_BYTES = 64 * 1024
+
+_opened: list[Any] = []  # the segments that the object being unpacked refers to
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in a segment that the receiver already has."""
+
+    segment: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Parcel:
+    """A packed object; ``segment`` holds its large arrays (None when it has none)."""
+
+    code: bytes
+    segment: Segment | None
+
+    @property
+    def fds(self) -> list[int]:
+        """The descriptors that must travel along."""
+        return [] if self.segment is None else [self.segment.fd]
+
+    @property
+    def segment_bytes(self) -> int:
+        """Size of the shared part."""
+        return 0 if self.segment is None else self.segment.size_bytes
+
+    def close(self) -> None:
+        """Give up the shared part."""
+        if self.segment is not None:
+            self.segment.close()
+
+
+def _placed_tensor(segment: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    view: torch.Tensor = _opened[segment].tensor(offset, shape, dtype)
+    return view
+
+
+def _placed_parameter(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(data, requires_grad)
+    parameter.__dict__.update(attributes)
+    return parameter
+
+
+def _shared_array(offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    raw = _opened[-1].bytes(offset, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    return raw.numpy().view(np.dtype(dtype)).reshape(shape)
+
+
+def _file_array(path: str, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype=np.dtype(dtype), mode="c", offset=offset, shape=shape)
+
+
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    """A cloudpickler that keeps large arrays out of the pickle."""
+
+    def __init__(self, file: io.BytesIO, places: Mapping[int, Place]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._places = places
+        self._known: dict[tuple[int, int], int] = {}  # (address, size) -> offset: storages that are shared stay shared
+        self.pieces: list[tuple[int, np.ndarray]] = []
+        self.size_bytes = 0
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and id(obj) in self._places:
+            place = self._places[id(obj)]
+            rebuilt = (_placed_tensor, (place.segment, place.offset, place.shape, place.dtype))
+            if isinstance(obj, torch.nn.Parameter):
+                data = _Call(*rebuilt)
+                return _placed_parameter, (data, obj.requires_grad, dict(obj.__dict__))
+            return rebuilt
+        if isinstance(obj, _Call):
+            return obj.function, obj.arguments
+        if type(obj) is torch.Tensor and _is_large_tensor(obj):
+            offset = self._take(obj.numpy() if obj.dtype is not torch.bfloat16 else obj.view(torch.int16).numpy())
+            return _placed_tensor, (-1, offset, tuple(obj.shape), obj.dtype)
+        if isinstance(obj, np.ndarray) and obj.nbytes >= LARGE_BYTES and obj.dtype.kind in "biufc":
+            return self._reduce_array(obj)
+        return super().reducer_override(obj)
+
+    def _reduce_array(self, array: np.ndarray) -> Any:
+        file = _memmap_of(array)
+        if file is not None and array.flags.c_contiguous:
+            offset = file.offset + array.ctypes.data - file.ctypes.data
+            return _file_array, (str(Path(str(file.filename)).resolve()), offset, array.shape, array.dtype.str)
+        return _shared_array, (self._take(np.ascontiguousarray(array)), array.shape, array.dtype.str)
+
+    def _take(self, array: np.ndarray) -> int:
+        key = (array.ctypes.data, array.nbytes)
+        if key not in self._known:
+            self._known[key] = self.size_bytes
+            self.pieces.append((self.size_bytes, array))
+            self.size_bytes = aligned(self.size_bytes + array.nbytes)
+        return self._known[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Pickles as the call of a function."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def _is_large_tensor(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and tensor.nbytes >= LARGE_BYTES
+        and not tensor.is_quantized
+    )
+
+
+def _memmap_of(array: np.ndarray) -> np.memmap | None:
+    """The file mapping that an array is a view of, if it is one."""
+    found: Any = array
+    last: np.memmap | None = None
+    while isinstance(found, np.ndarray):
+        if isinstance(found, np.memmap) and found.filename is not None:
+            last = found
+        found = found.base
+    return last
+
+
+def pack(obj: object, what: str, places: Mapping[int, Place] | None = None) -> Parcel:
+    """Pack ``obj`` for a child. ``places`` maps ``id(tensor)`` to where the child will find that tensor."""
+    file = io.BytesIO()
+    packer = _Packer(file, places or {})
+    try:
+        packer.dump(obj)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+        culprit = _find_culprit(obj)
+        raise UsageError(
+            f"{what} cannot be sent to a worker: {culprit or error}. "
+            "Everything it refers to must be picklable; open files, locks, sockets and generators inside the worker instead."
+        ) from error
+    segment = None
+    if packer.pieces:
+        segment = Segment.create(packer.size_bytes, "data")
+        for offset, array in packer.pieces:
+            target = segment.bytes(offset, array.nbytes).numpy()
+            np.copyto(target, array.reshape(-1).view(np.uint8))
+    return Parcel(file.getvalue(), segment)
+
+
+def unpack(code: bytes, known: list[Segment], own: Segment | None) -> Any:
+    """Rebuild a packed object; ``known`` are the segments that places refer to, ``own`` is the parcel's."""
+    _opened[:] = [*known, own]
+    try:
+        return pickle.loads(code)
+    finally:
+        _opened.clear()
+
+
+def _find_culprit(obj: object, path: str = "", depth: int = 3) -> str | None:
+    """Name the attribute that cannot be pickled, e.g. ``.transform.lock (_thread.lock)``."""
+    members: list[tuple[str, object]] = []
+    if isinstance(obj, Mapping):
+        members = [(f"{path}[{key!r}]", value) for key, value in obj.items()]
+    elif isinstance(obj, (list, tuple)):
+        members = [(f"{path}[{index}]", value) for index, value in enumerate(obj)]
+    elif hasattr(obj, "__dict__"):
+        members = [(f"{path}.{key}", value) for key, value in vars(obj).items()]
+    for name, value in members:
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return (_find_culprit(value, name, depth - 1) if depth else None) or f"{name} is a {type(value).__name__}"
+    return None
+
+
+def pack_exception(error: BaseException) -> bytes:
+    """An exception as bytes, with as much of it as can be pickled."""
+    try:
+        code: bytes = cloudpickle.dumps(error)
+        pickle.loads(code)  # some exceptions pickle but do not unpickle
+    except Exception:
+        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")))
+    return code
+
+
+def load_exception(code: bytes) -> BaseException:
+    """The exception that a child of ours sent."""
+    error = pickle.loads(code)
+    return error if isinstance(error, BaseException) else RuntimeError(str(error))

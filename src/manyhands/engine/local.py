@@ -1,0 +1,175 @@
+"""Processes on this machine, forked from a zygote that has torch preloaded.
+
+One zygote serves all runs of the calling process. It is started in the background, so that its imports overlap
+with the caller's own, and ends with the caller.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from manyhands.engine.channel import Channel, ChannelClosed
+from manyhands.errors import EngineError
+
+__all__ = ["Process", "shutdown", "spawn", "warm", "zygote_pid"]
+
+_START_TIMEOUT_S = 120.0  # the zygote imports torch before it answers; a cold disk can take long
+_ANSWER_TIMEOUT_S = 20.0
+
+
+class Process:
+    """A child of the zygote, held by a descriptor that cannot be confused with a later process of the same pid."""
+
+    def __init__(self, pid: int, channel: Channel) -> None:
+        self.pid = pid
+        self.channel = channel
+        self.started = time.monotonic()
+        try:
+            self.pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # died and was reaped before we looked
+            self.pidfd = -1
+
+    def is_alive(self) -> bool:
+        """False once the process has ended and can write nothing any more."""
+        return self.pidfd >= 0 and not select.select([self.pidfd], [], [], 0)[0]
+
+    def signal(self, number: int) -> None:
+        """Send a signal; a process that is gone is no error."""
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end; False when it still runs after ``timeout_s``."""
+        return self.pidfd < 0 or bool(select.select([self.pidfd], [], [], timeout_s)[0])
+
+    def ending(self) -> str:
+        """How the process ended, in words."""
+        code = _exit_code(self.pid)
+        if code is None:
+            return "ended"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            return f"killed by {name}"
+        return f"exited with code {code}"
+
+    def close(self) -> None:
+        """Release the descriptors; the process must have ended."""
+        self.channel.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+class _Zygote:
+    def __init__(self) -> None:
+        self.channel, theirs = Channel.pair()
+        environment = dict(os.environ, MANYHANDS_WARM="0", OPENBLAS_NUM_THREADS="1")
+        source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        known = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = source + (os.pathsep + known if known else "")
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "manyhands.engine.zygote", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in the terminal is for the caller alone
+            )
+
+    def close(self) -> None:
+        self.channel.close()
+        try:
+            self.process.wait(0.3)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+
+
+_lock = threading.RLock()
+_zygote: _Zygote | None = None
+_owner = 0
+
+
+def warm() -> None:
+    """Start the zygote in the background if it does not run."""
+    global _zygote, _owner
+    with _lock:
+        if _owner != os.getpid():  # a fork of the caller must not use the caller's zygote
+            _zygote, _owner = None, os.getpid()
+        if _zygote is not None and _zygote.process.poll() is None:
+            return
+        if _zygote is not None:
+            _zygote.close()
+        _zygote = _Zygote()
+
+
+def zygote_pid() -> int | None:
+    """The pid of the zygote, if one runs."""
+    with _lock:
+        running = _zygote is not None and _owner == os.getpid() and _zygote.process.poll() is None
+        return _zygote.process.pid if running and _zygote is not None else None
+
+
+@atexit.register
+def shutdown() -> None:
+    """End the zygote and every worker that is left. The next run starts it again."""
+    global _zygote
+    with _lock:
+        if _zygote is not None and _owner == os.getpid():
+            _zygote.close()
+        _zygote = None
+
+
+def spawn(target: str) -> Process:
+    """Fork a process that calls ``target`` ("module:function") with its end of the channel."""
+    for attempt in (1, 2):
+        try:
+            return _spawn(target)
+        except ChannelClosed as error:  # the zygote was killed: start another
+            if attempt == 2:
+                raise EngineError(f"a worker process could not be started: {error}") from error
+    raise AssertionError("unreachable")
+
+
+def _spawn(target: str) -> Process:
+    with _lock:
+        warm()
+        assert _zygote is not None
+        channel, theirs = Channel.pair()
+        body = {"target": target, "path": list(sys.path), "argv": list(sys.argv), "cwd": os.getcwd()}
+        with theirs:
+            try:
+                _zygote.channel.send("spawn", body, [theirs.fileno()])
+                answer = _zygote.channel.receive(_START_TIMEOUT_S)
+            except ChannelClosed:
+                channel.close()
+                _zygote.close()
+                raise
+        if answer is None:
+            raise EngineError(f"no worker process could be started within {_START_TIMEOUT_S:.0f} s")
+        return Process(answer.body["pid"], channel)
+
+
+def _exit_code(pid: int) -> int | None:
+    with _lock:
+        if _zygote is None:
+            return None
+        try:
+            for _ in range(20):  # the kernel tells us a moment before the zygote has reaped
+                _zygote.channel.send("status", {"pid": pid})
+                answer = _zygote.channel.receive(_ANSWER_TIMEOUT_S)
+                if answer is None or answer.body["code"] is not None:
+                    return None if answer is None else int(answer.body["code"])
+                time.sleep(0.005)
+        except ChannelClosed:
+            pass
+        return None

@@ -1,0 +1,114 @@
+"""The process that workers are forked from: it has torch loaded and nothing else going on.
+
+Run as ``python -m manyhands.engine.zygote FD`` by ``engine/local.py``. It has one thread and touches no
+accelerator, so a fork of it is safe and takes milliseconds. When its caller goes, in whatever way, the
+connection ends and it takes its children with it; when it goes itself, the kernel does (parent-death signal).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+from manyhands.engine.channel import Channel, ChannelClosed, Message
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int) -> None:
+    """Serve spawn and status requests until the caller is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=fd))
+    importlib.import_module("manyhands.train.worker")  # all that a worker needs, loaded once
+    gc.collect()
+    gc.freeze()
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    os.set_blocking(wake_read, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    children: set[int] = set()
+    statuses: dict[int, int] = {}
+    try:
+        while True:
+            ready, _, _ = select.select([channel, wake_read], [], [], 5.0)
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_read, 4096)
+            _reap(children, statuses)
+            if channel in ready and (message := channel.receive(0)) is not None:
+                _serve(channel, message, children, statuses)
+    except ChannelClosed:
+        pass
+    finally:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _reap(children: set[int], statuses: dict[int, int]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        children.discard(pid)
+        statuses[pid] = os.waitstatus_to_exitcode(status)
+
+
+def _serve(channel: Channel, message: Message, children: set[int], statuses: dict[int, int]) -> None:
+    if message.kind == "spawn":
+        pid = os.fork()
+        if pid == 0:
+            channel.close()
+            _become_child(message)
+        children.add(pid)
+        for fd in message.fds:
+            os.close(fd)
+        channel.send("spawned", {"pid": pid})
+    elif message.kind == "status":
+        channel.send("status", {"code": statuses.get(message.body["pid"])})
+
+
+def _become_child(message: Message) -> NoReturn:
+    """Never returns: a child that came back into the zygote's loop would serve its requests."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() == 1:
+                os._exit(1)
+        sys.path[:] = message.body["path"]
+        sys.argv[:] = message.body["argv"]
+        with contextlib.suppress(OSError):
+            os.chdir(message.body["cwd"])
+        module, _, name = message.body["target"].partition(":")
+        target = getattr(importlib.import_module(module), name)
+        target(Channel(socket.socket(fileno=message.fds[0])))
+        code = 0
+    except ChannelClosed:
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,112 @@
+"""Every error that manyhands raises, in one tree.
+
+ManyhandsError
+├── UsageError (ValueError)           the call is wrong; nothing was started
+│   ├── DataError                     the data cannot be used as given
+│   ├── ModelError                    the model cannot be trained as given
+│   └── MissingExtra                  an optional package is not installed
+├── RunError (RuntimeError)           the run cannot go on
+│   ├── NotFinite                     a loss became NaN or infinite
+│   ├── WorkerCrashed                 workers die again and again without progress
+│   ├── RunLocked                     another live run holds the folder
+│   └── EngineError                   processes could not be started or reached
+└── CheckpointError (RuntimeError)
+    ├── CheckpointDamaged             bytes on disk are not the bytes that were written
+    └── CheckpointMismatch            the checkpoint belongs to another model or data set
+
+Each message says what was received, what is valid, and what to do.
+An exception of the user's own code keeps its type; ``RemoteTraceback`` is its cause.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "DataError",
+    "EngineError",
+    "ManyhandsError",
+    "MissingExtra",
+    "ModelError",
+    "NotFinite",
+    "RemoteTraceback",
+    "RunError",
+    "RunLocked",
+    "UsageError",
+    "WorkerCrashed",
+    "unknown_name",
+]
+
+
+class ManyhandsError(Exception):
+    """The root: ``except mh.ManyhandsError`` catches all that the library itself raises."""
+
+
+class UsageError(ManyhandsError, ValueError):
+    """The call is wrong; nothing was started and nothing was changed."""
+
+
+class DataError(UsageError):
+    """The data cannot be used as given."""
+
+
+class ModelError(UsageError):
+    """The model, loss or optimizer cannot be used as given."""
+
+
+class MissingExtra(UsageError):
+    """An optional package is needed; the message has the command that installs it."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} needs an optional package; install it with: pip install 'manyhands[{extra}]'")
+
+
+class RunError(ManyhandsError, RuntimeError):
+    """The run cannot go on; what was committed is on disk."""
+
+
+class NotFinite(RunError):
+    """A loss became NaN or infinite; the message names worker, step and samples."""
+
+
+class WorkerCrashed(RunError):
+    """Worker processes die again and again at the same step."""
+
+
+class RunLocked(RunError):
+    """Another live run holds the run folder."""
+
+
+class EngineError(RunError):
+    """Processes could not be started or reached."""
+
+
+class CheckpointError(ManyhandsError, RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """The bytes on disk are not the bytes that were written."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint belongs to another model, optimizer or data set."""
+
+
+class RemoteTraceback(Exception):
+    """Carries the text of a worker's traceback as the cause of the re-raised exception."""
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0]) if self.args else ""
+
+
+def unknown_name(kind: str, received: object, valid: Iterable[str]) -> UsageError:
+    """The error for a name that does not exist, with the nearest name that does."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(str(received), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UsageError(f"unknown {kind} {received!r}.{hint} Valid: {', '.join(names)}.")

@@ -1,0 +1,1 @@
+"""Knowing before and after: what workers buy."""

@@ -1,0 +1,1 @@
+"""How copies of the model agree."""

@@ -1,0 +1,255 @@
+"""The synchronous step, as one worker lives it.
+
+Nothing here remembers what was done: every decision is read off the stamps in the arena. A worker that joins in
+the middle of a step, or inherits the work of a dead one, therefore runs the same code as everybody else:
+
+    lanes of mine without a stamp?       compute them
+    all lanes stamped?                   reduce and apply my units that have no stamp
+    all units stamped, and I lead?       settle the buffers, commit
+    otherwise                            wait for the bell
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from manyhands.comm.arena import Arena
+from manyhands.comm.control import PHASES
+from manyhands.sync.apply import Applier
+
+__all__ = ["Stepper", "Stopped"]
+
+_WAIT_S = 0.1
+_BEAT, _PHASE, _AT, _LANE, _INBOX = range(5)
+_TIMES = {"data": 8, "compute": 9, "wait": 10, "reduce": 11}
+_LANES_DONE, _LANE_NS = 12, 13
+_SMOOTHING = 8  # a lane's time counts for an eighth of the smoothed time
+
+
+class Stopped(Exception):
+    """The run ends; the worker should leave."""
+
+
+class Stepper:
+    """Drives one worker through the steps of a run."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        slot: int,
+        applier: Applier | None,
+        rows: Callable[[int], Sequence[int]],
+        *,
+        skip_bad: bool = False,
+        spin_s: float = 0.0,
+    ) -> None:
+        """``rows(step)`` tells how many rows each lane has in a step."""
+        self._arena, self._control, self._slot, self._applier, self._rows = arena, arena.control, slot, applier, rows
+        self._skip_bad = skip_bad
+        self._spin_s = spin_s
+        self._words = arena.control.slot(slot)
+        self._seen_inbox = self._words[_INBOX]
+        self._known: tuple[int, int] = (-1, -1)
+        self._mark_ns = time.perf_counter_ns()
+        self._phase_name = "idle"
+        self._lane_start_ns = 0
+        self.step = -1
+        self.plan = -1
+        self._my_lanes: list[int] = []
+        self._my_units = np.empty(0, np.int64)
+        self._alone = True
+        self.enter("idle")
+
+    # -- bookkeeping ----------------------------------------------------------------------------------------
+    def enter(self, phase: str) -> None:
+        """Book the time since the last change to the old phase and show a sign of life."""
+        now = time.perf_counter_ns()
+        if (word := _TIMES.get(self._phase_name)) is not None:
+            self._words[word] += now - self._mark_ns
+        self._mark_ns, self._phase_name = now, phase
+        self._words[_PHASE] = PHASES.index(phase)
+        self._words[_BEAT] += 1
+
+    def _refresh(self) -> None:
+        """Read which work is ours if the plan changed, or was repaired, since we last looked."""
+        repairs = self._control.repairs
+        if (self.plan, repairs) == self._known:
+            return
+        owners, unit_owners = self._control.lane_owner(self.plan), self._control.unit_owner(self.plan)
+        self._my_lanes = np.flatnonzero(owners == self._slot).tolist()
+        self._my_units = np.flatnonzero(unit_owners == self._slot)
+        self._alone = len(self._my_lanes) == len(owners) and len(self._my_units) == len(unit_owners)
+        self._known = (self.plan, repairs)
+        if self._applier is not None:
+            self._applier.forget()
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready``, a repair, or an order to stop; or for a moment, then let the caller look again."""
+        control = self._control
+        self.enter("wait")
+        repairs = control.repairs
+        if self._spin_s:
+            until = time.perf_counter() + self._spin_s
+            while time.perf_counter() < until:
+                if ready():
+                    return
+                os.sched_yield()
+        count = control.bell.count
+        if not ready() and control.repairs == repairs and not control.stop:
+            control.bell.wait(count, _WAIT_S)
+        if control.stop:
+            raise Stopped
+
+    def _ring(self) -> None:
+        if not self._alone:
+            self._control.bell.ring()
+
+    # -- the step -------------------------------------------------------------------------------------------
+    def turn(self) -> Literal["step", "message"]:
+        """Wait for something to do: a step to take part in, or a message. Raises Stopped at the end."""
+        control = self._control
+        self.enter("idle")
+        while True:
+            count = control.bell.count
+            if control.stop:
+                raise Stopped
+            if self._words[_INBOX] != self._seen_inbox:
+                self._seen_inbox = self._words[_INBOX]
+                self.enter("message")
+                return "message"
+            steps, self.plan = control.committed
+            self._refresh()
+            leads = control.leader(self.plan) == self._slot
+            if steps < control.horizon:
+                if leads or self._my_lanes or self._my_units.size:
+                    if leads:
+                        control.held = 0
+                    self.step = steps
+                    self._words[_AT] = steps
+                    return "step"
+            elif leads and control.held != steps + 1:
+                control.held = steps + 1
+                control.desk.ring()
+                continue
+            control.bell.wait(count, _WAIT_S)
+            self._words[_BEAT] += 1
+
+    def lanes(self) -> list[int]:
+        """The lanes of ours that have no stamp in this step. Lanes without rows are stamped at once."""
+        self._refresh()
+        done, rows = self._control.lane_done, self._rows(self.step)
+        todo = []
+        for lane in self._my_lanes:
+            if done[lane] != self.step + 1:
+                if rows[lane]:
+                    todo.append(lane)
+                else:
+                    done[lane] = self.step + 1
+        return todo
+
+    def begin_lane(self, lane: int) -> None:
+        """Data for the lane is about to be fetched."""
+        self._words[_LANE] = lane
+        self._lane_start_ns = time.perf_counter_ns()
+        self.enter("data")
+
+    def end_lane(self, lane: int, *, bad: bool = False) -> None:
+        """The lane's gradient, buffers and numbers are in the arena."""
+        if bad:
+            self._control.lane_bad[lane] = self.step + 1
+        self._control.lane_done[lane] = self.step + 1
+        self._words[_LANE] = -1
+        spent = time.perf_counter_ns() - self._lane_start_ns
+        old = self._words[_LANE_NS]
+        self._words[_LANE_NS] = spent if old == 0 else old + (spent - old) // _SMOOTHING
+        self._words[_LANES_DONE] += 1
+
+    def finish(self) -> bool:
+        """Take the step to its commit. False when lanes of a dead worker came to us: compute them, call again."""
+        control, stamp = self._control, self.step + 1
+        lane_done, unit_done = control.lane_done, control.unit_done
+        self._ring()
+        while control.steps < stamp:
+            self._refresh()
+            if (lane_done == stamp).all():
+                if self._work_on_units(stamp):
+                    continue
+                leads = control.leader(self.plan) == self._slot
+                if leads and (unit_done == stamp).all():
+                    self._commit(stamp)
+                    break
+                if leads:
+                    self._wait(lambda: bool((unit_done == stamp).all()))
+                else:
+                    self._wait(lambda: control.steps >= stamp)
+            elif self._my_lanes and (lane_done[self._my_lanes] != stamp).any() and self.lanes():
+                return False
+            else:
+                self._wait(lambda: bool((lane_done == stamp).all()))
+        return True
+
+    def _work_on_units(self, stamp: int) -> bool:
+        """Do what can be done on our units now. True when something was done or waited for."""
+        control, applier = self._control, self._applier
+        if applier is None:
+            return False
+        mine = self._my_units
+        if self._skip_bad and (control.lane_bad == stamp).any():
+            todo = mine[control.unit_done[mine] != stamp]
+            control.unit_done[todo] = stamp
+            self._ring()
+            return bool(todo.size)
+        lanes = [lane for lane, rows in enumerate(self._rows(self.step)) if rows]
+        norm = 0.0
+        if applier.needs_norm:
+            todo = mine[control.norm_done[mine] != stamp]
+            if todo.size:
+                self.enter("reduce")
+                for run in applier.batches(todo.tolist()):
+                    applier.norms(run, lanes)
+                    control.norm_done[run[0] : run[1]] = stamp
+                self._ring()
+            if not (control.norm_done == stamp).all():
+                self._wait(lambda: bool((control.norm_done == stamp).all()))
+                return True
+            norm = applier.total_norm(lanes)
+        todo = mine[control.unit_done[mine] != stamp]
+        if todo.size:
+            self.enter("reduce")
+            applier.set_hyper(self._arena.hyper[self.step % self._arena.spec.ring])
+            for run in applier.batches(todo.tolist()):
+                applier.apply(run, lanes, self.step, norm)
+                self._words[_BEAT] += 1
+            self._ring()
+        return bool(todo.size)
+
+    def _commit(self, stamp: int) -> None:
+        """Settle the buffers and make the step final. Doing it twice changes nothing, so it may be inherited."""
+        control = self._control
+        if self._arena.spec.buffers and not (self._skip_bad and (control.lane_bad == stamp).any()):
+            self._settle_buffers()
+        if control.first_commit_ns == 0:
+            control.first_commit_ns = time.monotonic_ns()
+        control.commit(stamp, control.proposed)
+        control.bell.ring()
+
+    def _settle_buffers(self) -> None:
+        """The mean of the lanes' buffers, by rows and in lane order; whole numbers are those of the first lane."""
+        rows = self._rows(self.step)
+        lanes = [lane for lane, count in enumerate(rows) if count]
+        total = sum(rows)
+        columns = zip(self._arena.buffers(), *(self._arena.buffers(lane) for lane in lanes), strict=True)
+        for agreed, *copies in columns:
+            if len(copies) == 1 or not (agreed.is_floating_point() or agreed.is_complex()):
+                agreed.copy_(copies[0])
+                continue
+            mean = torch.zeros_like(agreed)
+            for lane, copy in zip(lanes, copies, strict=True):
+                mean.add_(copy, alpha=rows[lane] / total)
+            agreed.copy_(mean)

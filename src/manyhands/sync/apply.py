@@ -1,0 +1,231 @@
+"""Reduces the lanes and applies the optimizer, unit by unit, in place in the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands.comm.arena import Arena, Unit, dtype_of
+from manyhands.sync.clip import Clip
+from manyhands.sync.optimizer_state import Template
+from manyhands.sync.undo import BATCH_BYTES, BATCH_UNITS, UndoLog
+
+__all__ = ["Applier", "cut_units"]
+
+# A multiple of every vector width, so that where a tensor is cut changes no rounding: kernels treat the tail of a
+# tensor differently, and only the last unit of a tensor has one. Small enough to share out small models evenly.
+UNIT_BYTES = 128 * 1024
+
+
+def cut_units(arena_entries: Sequence[Any], elementwise: bool) -> list[Unit]:
+    """Cut every parameter into units, or make each one a unit where the optimizer needs whole tensors."""
+    units = []
+    for index, entry in enumerate(arena_entries):
+        end = entry.offset + entry.size_bytes
+        size = UNIT_BYTES if elementwise else max(entry.size_bytes, 1)
+        units += [Unit(index, start, min(start + size, end)) for start in range(entry.offset, end, size)]
+    return units
+
+
+class _Piece:
+    """Consecutive units of one parameter, seen as one tensor by the optimizer."""
+
+    __slots__ = ("first", "parameter", "stop", "tensor")
+
+    def __init__(self, parameter: int, first: int, stop: int, tensor: torch.Tensor) -> None:
+        self.parameter, self.first, self.stop, self.tensor = parameter, first, stop, tensor
+
+
+class _Batch:
+    """Units [first, stop) that are reduced, saved and applied together."""
+
+    __slots__ = ("first", "gradients", "lanes", "optimizer", "pieces", "scratch", "start", "stop")
+
+    first: int
+    stop: int
+    start: int
+    pieces: list[_Piece]
+    lanes: list[torch.Tensor]
+    scratch: torch.Tensor
+    gradients: list[torch.Tensor]
+    optimizer: torch.optim.Optimizer
+
+
+class Applier:
+    """The apply phase of one worker."""
+
+    def __init__(self, arena: Arena, template: Template, clips: Sequence[Clip], slot: int) -> None:
+        self._arena = arena
+        self._template = template
+        self._step = template.step
+        self._clips = tuple(clips)
+        self._undo = UndoLog(arena, slot)
+        self._batches: dict[tuple[int, int], _Batch] = {}
+        self._row: bytes = b""
+        self._hyper: list[float] = []
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the global norm must be known before anything is applied."""
+        return any(clip.needs_norm for clip in self._clips)
+
+    def forget(self) -> None:
+        """Ownership changed: what others did to units must be read again."""
+        self._batches.clear()
+
+    def set_hyper(self, row: np.ndarray) -> None:
+        """The numbers (learning rates and the like) of the step."""
+        code = row.tobytes()
+        if code != self._row:
+            self._row, self._hyper = code, row.tolist()
+            for batch in self._batches.values():
+                self._template.set_hyper(batch.optimizer, self._hyper)
+
+    def batches(self, units: Sequence[int]) -> list[tuple[int, int]]:
+        """Cut unit numbers (ascending) into runs that are applied together."""
+        spec, runs = self._arena.spec, list[tuple[int, int]]()
+        single = bool(spec.extras)
+        for unit in units:
+            if runs and not single:
+                first, stop = runs[-1]
+                head, new = spec.units[first], spec.units[unit]
+                alike = spec.parameters[head.parameter].dtype == spec.parameters[new.parameter].dtype
+                if unit == stop and alike and new.stop - head.start <= BATCH_BYTES and stop - first < BATCH_UNITS:
+                    runs[-1] = (first, unit + 1)
+                    continue
+            runs.append((unit, unit + 1))
+        return runs
+
+    @torch.no_grad()
+    def norms(self, run: tuple[int, int], lanes: Sequence[int]) -> None:
+        """Write the squared norm of every unit of the run."""
+        batch = self._batch(run)
+        gradient = self._reduce(batch, lanes)
+        units = self._arena.spec.units
+        for unit in range(*run):
+            size = gradient.element_size()
+            part = gradient[(units[unit].start - batch.start) // size : (units[unit].stop - batch.start) // size]
+            self._arena.norms[unit] = float(torch.linalg.vector_norm(part)) ** 2
+
+    def total_norm(self, lanes: Sequence[int]) -> float:
+        """The norm of the whole gradient: a sum in the order of the units, the same for everybody."""
+        total = 0.0
+        for value in self._arena.norms.tolist():
+            total += value
+        return float(total**0.5)
+
+    @torch.no_grad()
+    def apply(self, run: tuple[int, int], lanes: Sequence[int], step: int, norm: float) -> None:
+        """Reduce, transform and apply the units of the run; stamp them."""
+        batch = self._batch(run)
+        gradient = self._reduce(batch, lanes)
+        for clip in self._clips:
+            clip(gradient, norm)
+        self._undo.begin(*run, step)
+        self._give_gradients(batch, gradient, lanes)
+        self._step(batch.optimizer)
+        self._keep_state(batch)
+        self._undo.end(*run, step)
+
+    def _reduce(self, batch: _Batch, lanes: Sequence[int]) -> torch.Tensor:
+        """The sum over lanes in lane order. The lanes' own buffers stay as they are, so it can be done again."""
+        if len(lanes) == 1:
+            if not self._clips:
+                return batch.lanes[lanes[0]]
+            return batch.scratch.copy_(batch.lanes[lanes[0]])
+        torch.add(batch.lanes[lanes[0]], batch.lanes[lanes[1]], out=batch.scratch)
+        for lane in lanes[2:]:
+            batch.scratch.add_(batch.lanes[lane])
+        return batch.scratch
+
+    def _give_gradients(self, batch: _Batch, gradient: torch.Tensor, lanes: Sequence[int]) -> None:
+        present = self._arena.present[list(lanes)].any(axis=0) if lanes else self._arena.present[0]
+        size = gradient.element_size()
+        units = self._arena.spec.units
+        for piece in batch.pieces:
+            if not present[piece.parameter]:  # no lane touched it: plain PyTorch would leave it alone as well
+                piece.tensor.grad = None
+                continue
+            start = (units[piece.first].start - batch.start) // size
+            view = gradient[start : start + piece.tensor.numel()].view(piece.tensor.shape)
+            piece.tensor.grad = _row_sparse(view) if self._template.wants_sparse else view
+
+    def _keep_state(self, batch: _Batch) -> None:
+        """State that the optimizer created or replaced moves into the arena; numbers are written to the table."""
+        arena, spec = self._arena, self._arena.spec
+        for piece in batch.pieces:
+            state = batch.optimizer.state.get(piece.tensor)
+            if not state:
+                continue
+            for column, name in enumerate(spec.scalars):
+                if name in state:
+                    arena.scalars[piece.first : piece.stop, column] = float(state[name])
+            if not arena.control.unit_ready[piece.first]:
+                for name, home in self._homes(piece).items():
+                    if state.get(name) is not None:
+                        home.copy_(state[name])
+                        state[name] = home
+                arena.control.unit_ready[piece.first : piece.stop] = 1
+
+    def _batch(self, run: tuple[int, int]) -> _Batch:
+        if run not in self._batches:
+            self._batches[run] = self._make_batch(*run)
+        return self._batches[run]
+
+    def _make_batch(self, first: int, stop: int) -> _Batch:
+        spec = self._arena.spec
+        batch = _Batch()
+        batch.first, batch.stop = first, stop
+        batch.start, end = spec.units[first].start, spec.units[stop - 1].stop
+        dtype = dtype_of(spec.parameters[spec.units[first].parameter].dtype)
+        batch.lanes = [self._arena.lane(lane)[batch.start : end].view(dtype) for lane in range(spec.lanes)]
+        needs_scratch = spec.lanes > 1 or bool(self._clips)
+        batch.scratch = torch.empty((end - batch.start) // dtype.itemsize if needs_scratch else 0, dtype=dtype)
+        batch.pieces = self._pieces(first, stop)
+        batch.optimizer = self._template.build([(self._template.group_of[p.parameter], p.tensor) for p in batch.pieces])
+        self._template.set_hyper(batch.optimizer, self._hyper)
+        for piece in batch.pieces:
+            if self._arena.control.unit_ready[piece.first]:
+                batch.optimizer.state[piece.tensor] = self._load_state(piece)
+        return batch
+
+    def _pieces(self, first: int, stop: int) -> list[_Piece]:
+        spec, pieces, at = self._arena.spec, [], first
+        while at < stop:
+            parameter = spec.units[at].parameter
+            end = at
+            while end < stop and spec.units[end].parameter == parameter:
+                end += 1
+            pieces.append(_Piece(parameter, at, end, self._view(0, parameter, at, end)))
+            at = end
+        return pieces
+
+    def _view(self, plane: int, parameter: int, first: int, stop: int) -> torch.Tensor:
+        """Units [first, stop) of a parameter in a plane; in its real shape when they are all of it."""
+        spec = self._arena.spec
+        entry = spec.parameters[parameter]
+        start, end = spec.units[first].start, spec.units[stop - 1].stop
+        view = self._arena.plane(plane)[start:end].view(dtype_of(entry.dtype))
+        return view.view(entry.shape) if end - start == entry.size_bytes else view
+
+    def _homes(self, piece: _Piece) -> dict[str, torch.Tensor]:
+        spec = self._arena.spec
+        homes = {
+            name: self._view(1 + index, piece.parameter, piece.first, piece.stop) for index, name in enumerate(spec.planes)
+        }
+        homes |= {e.key: self._arena.extra(i) for i, e in enumerate(spec.extras) if e.parameter == piece.parameter}
+        return homes
+
+    def _load_state(self, piece: _Piece) -> dict[str, Any]:
+        state: dict[str, Any] = self._homes(piece)
+        for column, name in enumerate(self._arena.spec.scalars):
+            state[name] = torch.tensor(self._arena.scalars[piece.first, column], dtype=torch.float32)
+        return state
+
+
+def _row_sparse(gradient: torch.Tensor) -> torch.Tensor:
+    rows = gradient.abs().sum(dim=tuple(range(1, gradient.ndim))).nonzero().view(1, -1)
+    return torch.sparse_coo_tensor(rows, gradient[rows[0]], gradient.shape, is_coalesced=True, check_invariants=False)

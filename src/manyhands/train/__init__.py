@@ -1,0 +1,1 @@
+"""Training: the trainer, its runs on disk, and what it records."""

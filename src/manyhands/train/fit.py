@@ -1,0 +1,373 @@
+"""One fit: the caller's side of a training run, from the first plan to the last checkpoint.
+
+The caller never computes. It lets the workers run up to a horizon, adds up what they report, runs callbacks and
+validation between steps, and saves. Steps are numbered from the beginning of the run.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from manyhands.core.ledger import Ledger
+from manyhands.core.order import epoch_order, order_digest
+from manyhands.data.source import Source
+from manyhands.errors import CheckpointMismatch, ManyhandsError
+from manyhands.observe.events import EventLog
+from manyhands.train.callbacks import CallbackList, State, wants_steps
+from manyhands.train.checkpoint import BackgroundSaver, Checkpoint, CheckpointStore
+from manyhands.train.evaluation import add_up
+from manyhands.train.history import History
+from manyhands.train.interrupt import Interrupts
+from manyhands.train.lane import Job
+from manyhands.train.ledger_file import LedgerFile
+from manyhands.train.progress import Progress
+from manyhands.train.run_folder import RunFolder
+from manyhands.train.schedule import Course, Schedule
+from manyhands.train.session import Session
+
+__all__ = ["Fit", "Saving"]
+
+_POLL_S = 0.05
+_QUIET_EVENTS = ("plan", "worker_ready", "worker_left")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """When checkpoints are written. None turns a rule off; with neither, nothing is saved at the end either."""
+
+    every_s: float | None = 60.0
+    every_steps: int | None = None
+    keep: int = 2
+
+    @property
+    def on(self) -> bool:
+        return self.every_s is not None or self.every_steps is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class Fit:
+    """The state of a fit in the caller. Implements the callbacks' Controls."""
+
+    model: nn.Module
+    session: Session
+    job: Job
+    course: Course
+    schedule: Schedule
+    epochs: int
+    shuffle: bool
+    validation: Source | None
+    validation_batch: int
+    callbacks: CallbackList
+    history: History
+    progress: Progress
+    saving: Saving
+    folder: RunFolder | None
+    lock_step: bool = False
+    events: EventLog | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    saver: BackgroundSaver | None = None
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    start_step: int = 0
+    stop_reason: str | None = None
+    _ledger_file: LedgerFile | None = None
+    _consumed: int = 0
+    _sums: np.ndarray = field(default_factory=lambda: np.zeros(2))
+    _last_sums: np.ndarray = field(default_factory=lambda: np.zeros(2))
+    _last_save: float = 0.0
+    _last_save_step: int = 0
+    _rate: float = 0.0
+    _rate_mark: tuple[float, int] = (0.0, 0)
+    _begun: float = 0.0
+    _state: State | None = None
+
+    # -- preparation ----------------------------------------------------------------------------------------
+    def prepare(self, checkpoint: Checkpoint | None) -> None:
+        """Open the run's files and go to where a checkpoint stopped."""
+        self._sums = np.zeros(2 + sum(metric.width for metric in self.job.metrics))
+        self.lock_step = wants_steps(self.callbacks)
+        if self.folder is not None:
+            self._ledger_file = LedgerFile(self.folder.ledger)
+            self.ledger = self._ledger_file.load()
+            store = CheckpointStore(self.folder.checkpoints, keep=self.saving.keep)
+            self.saver = BackgroundSaver(store, on_error=self._saving_failed)
+        if checkpoint is not None:
+            self._go_to(checkpoint)
+        elif self.ledger.next_step:
+            self.ledger.rollback(0)
+        self._consumed = self._last_save_step = self.start_step
+
+    def _go_to(self, checkpoint: Checkpoint) -> None:
+        meta = checkpoint.meta
+        here = {"samples": self.course.samples, "batch_size": self.course.batch_size, "lanes": self.course.lanes}
+        here |= {"seed": self.job.seed, "shuffle": self.shuffle, "drop_last": self.course.drop_last}
+        wrong = [f"{name} was {meta['course'][name]}, is {value}" for name, value in here.items() if meta["course"][name] != value]
+        if wrong:
+            raise CheckpointMismatch(
+                f"the checkpoint of step {checkpoint.step} belongs to another course of training: {'; '.join(wrong)}. "
+                "Resume with the same data, batch size, lanes and seed, or start a new run."
+            )
+        self.session.state.load(checkpoint.tensors)
+        self.start_step = checkpoint.step
+        known = History.from_dict(meta["history"])
+        self.history.__dict__.update(known.__dict__)
+        self._sums[:] = meta["sums"]
+        losses = self.history.metrics.get("loss", [])
+        self.schedule.advance_to(checkpoint.step, self.course.steps_per_epoch, losses)
+        self.schedule.load_state(meta["schedule"])
+        self.callbacks.load_state_dict(meta["callbacks"])
+        self.ledger.rollback(checkpoint.step)
+
+    # -- the run --------------------------------------------------------------------------------------------
+    def run(self) -> History:
+        """Train to the last epoch, or until somebody asks to stop."""
+        self._begun = self._last_save = time.monotonic()
+        state = self._state = State(
+            controls=self, epochs=self.epochs, steps_per_epoch=self.course.steps_per_epoch, history=self.history
+        )
+        state.step = self.start_step
+        self.session.start(self.start_step)
+        self._rate_mark = (time.monotonic(), self.start_step)
+        self.callbacks.on_train_begin(state)
+        per_epoch = self.course.steps_per_epoch
+        for epoch in range(self.start_step // per_epoch, self.epochs):
+            if self.stop_reason or self.interrupts.asked:
+                break
+            state.epoch = epoch
+            self._run_epoch(epoch, state)
+        self.callbacks.on_train_end(state)
+        return self.history
+
+    def _run_epoch(self, epoch: int, state: State) -> None:
+        per_epoch = self.course.steps_per_epoch
+        order = epoch_order(self.job.seed, epoch, self.course.samples, self.shuffle)
+        self.session.arena.order[epoch % 2] = order
+        self.ledger.begin_epoch(
+            epoch, self.course.samples, self.course.batch_size, order_digest(order),
+            first_step=epoch * per_epoch, drop_last=self.course.drop_last,
+        )  # fmt: skip
+        self.callbacks.on_epoch_begin(state)
+        begun = time.monotonic()
+        end = (epoch + 1) * per_epoch
+        while self.session.control.steps < end and not self.stop_reason and not self.interrupts.asked:
+            if self.lock_step:
+                self._one_step(state)
+            else:
+                self._run_to(end)
+            self._save_if_due()
+        if self.session.control.steps < end:
+            self.session.hold()
+            self._consume()
+            return
+        self._consume()
+        values = self._values(self._sums) | self._validate()
+        values["seconds"] = time.monotonic() - begun
+        self._sums[:] = 0
+        state.metrics = values
+        state.step = self.session.control.steps
+        self.history.append(epoch, values)
+        self._emit("epoch", epoch=epoch, **values)
+        self._show(epoch, values)
+        self.callbacks.on_epoch_end(state)
+        self._save_if_due()
+
+    def _run_to(self, end: int) -> None:
+        """Let the workers run towards ``end`` until it is time to look at something else."""
+        losses = self.history.metrics.get("loss", [])
+        while not self.stop_reason and not self.interrupts.asked and not self._saving_due():
+            horizon = min(end, self._consumed + self.session.arena.spec.ring)
+            self.schedule.fill(self.session.arena, horizon, self.course.steps_per_epoch, losses)
+            self.session.allow(horizon)
+            reached = self.session.wait(_POLL_S)
+            self._consume()
+            self._sample_rate()
+            if reached and self.session.control.steps >= end:
+                return
+
+    def _one_step(self, state: State) -> None:
+        """A single step with the callbacks around it."""
+        self.callbacks.on_step_begin(state)
+        step = self.session.control.steps
+        self.schedule.fill(self.session.arena, step + 1, self.course.steps_per_epoch, self.history.metrics.get("loss", []))
+        self.session.allow(step + 1)
+        while not (self.session.wait(_POLL_S) and self.session.control.steps > step):
+            if self.interrupts.asked > 1:
+                return
+        self._consume()
+        self._sample_rate()
+        state.step = step + 1
+        state.metrics = self._values(self._last_sums)
+        self.callbacks.on_step_end(state)
+
+    def _consume(self) -> None:
+        """Add up the numbers of the committed steps, in their order."""
+        stats, steps = self.session.arena.stats, self.session.control.steps
+        first = self._consumed
+        if steps == first:
+            return
+        per_epoch, ring = self.course.steps_per_epoch, len(stats)
+        skipped = []
+        for step in range(first, steps):
+            row = stats[step % ring]
+            rows = self.course.lane_rows(step)
+            sums = row[: len(rows) - rows.count(0)].sum(axis=0)  # lanes without rows are the last ones
+            if np.isfinite(sums[1]):
+                self._sums += sums
+            else:
+                skipped.append(step)
+            self._last_sums = sums
+        self._consumed = steps
+        epoch = first // per_epoch
+        self.ledger.commit(epoch, first, steps - 1)
+        for step in skipped:
+            self.ledger.skip(epoch, step, "the loss was not finite")
+            self._emit("step_skipped", step=step, why="the loss was not finite")
+
+    def _values(self, sums: np.ndarray) -> dict[str, float]:
+        count = int(sums[0])
+        values = {"loss": float(sums[1] / count) if count else float("nan")}
+        at = 2
+        for metric in self.job.metrics:
+            values[metric.name] = metric.result(sums[at : at + metric.width].tolist(), count)
+            at += metric.width
+        return values
+
+    def _validate(self) -> dict[str, float]:
+        if self.validation is None:
+            return {}
+        return {f"val_{name}": value for name, value in self.evaluate(self.validation, self.validation_batch).items()}
+
+    def evaluate(self, source: Source, batch: int) -> dict[str, float]:
+        """Evaluate with the workers of this fit, between steps."""
+        return add_up(self.session.infer("evaluate", source, batch), list(self.job.metrics))
+
+    # -- what is shown and recorded -------------------------------------------------------------------------
+    def _sample_rate(self) -> None:
+        now, steps = time.monotonic(), self.session.control.steps
+        self.history.step_times.append((time.time(), steps))
+        then, before = self._rate_mark
+        if now - then >= 0.2:
+            rate = (steps - before) * self.course.batch_size / (now - then)
+            self._rate = rate if self._rate == 0 else 0.7 * self._rate + 0.3 * rate
+            self._rate_mark = (now, steps)
+            self._show(self.session.control.steps // self.course.steps_per_epoch, self._values(self._sums))
+
+    def _show(self, epoch: int, values: dict[str, float]) -> None:
+        within = self.session.control.steps - epoch * self.course.steps_per_epoch
+        shown = {name: value for name, value in values.items() if name != "seconds"}
+        workers = len(self.session.supervisor.membership.active)
+        self.progress.update(
+            min(epoch + 1, self.epochs), self.epochs, within, self.course.steps_per_epoch, shown, self._rate, workers
+        )
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        if self.events is not None:
+            self.events.emit(event, **fields)
+
+    def hear_event(self, event: str, fields: dict[str, Any]) -> None:
+        """Something happened to a worker."""
+        self.history.events.append({"event": event, "time": time.time(), **fields})
+        self._emit(event, **fields)
+        if event not in _QUIET_EVENTS:
+            self.progress.event(describe_event(event, fields))
+
+    # -- saving ---------------------------------------------------------------------------------------------
+    def _saving_due(self) -> bool:
+        if self.saver is None:
+            return False
+        steps = self.session.control.steps
+        by_time = self.saving.every_s is not None and time.monotonic() - self._last_save >= self.saving.every_s
+        by_steps = self.saving.every_steps is not None and steps - self._last_save_step >= self.saving.every_steps
+        return steps > self._last_save_step and (by_time or by_steps)
+
+    def _save_if_due(self) -> None:
+        if self._saving_due():
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Save the state at the next step boundary, in the background."""
+        if self.saver is None:
+            return
+        horizon = self.session.control.horizon
+        step = self.session.hold()
+        self._consume()
+        tensors, meta = self.session.state.snapshot(), self._meta()
+        if step < horizon:
+            self.session.allow(horizon)
+        self._last_save, self._last_save_step = time.monotonic(), step
+        try:
+            if self._ledger_file is not None:
+                self._ledger_file.flush(self.ledger)
+            self.saver.submit(step, tensors, meta)
+        except ManyhandsError as error:
+            self._saving_failed(error)
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "course": {
+                "samples": self.course.samples, "batch_size": self.course.batch_size, "lanes": self.course.lanes,
+                "seed": self.job.seed, "shuffle": self.shuffle, "drop_last": self.course.drop_last,
+            },
+            "epochs": self.epochs,
+            "history": self.history.to_dict(),
+            "sums": self._sums.tolist(),
+            "schedule": self.schedule.state(),
+            "callbacks": self.callbacks.state_dict(),
+        }  # fmt: skip
+
+    def _saving_failed(self, error: Exception) -> None:
+        self.hear_event("checkpoint_failed", {"text": str(error)})
+
+    def finish(self) -> int | None:
+        """Save the last step and wait for it; returns the step that is on disk, if one is."""
+        if self.saver is None:
+            return None
+        if self.saving.on and self.session.control.steps > 0 and self.saver.last_saved_step != self.session.control.steps:
+            self.checkpoint()
+        self.saver.wait(600)
+        if self._ledger_file is not None:
+            try:
+                self._ledger_file.flush(self.ledger)
+            except ManyhandsError as error:
+                self._saving_failed(error)
+        return self.saver.last_saved_step
+
+    # -- what callbacks may ask -----------------------------------------------------------------------------
+    def current_model(self) -> nn.Module:
+        """The caller's model with the weights of the last committed step."""
+        self.session.state.copy_out(self.model)
+        return self.model
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return self.schedule.rates()
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate from the next step on."""
+        self.schedule.set_rate(lr)
+
+    def stop(self, reason: str) -> None:
+        """End the run after the current step."""
+        self.stop_reason = reason
+        self._emit("stop", why=reason)
+
+    def resize(self, workers: int) -> None:
+        """Go on with another number of workers."""
+        self._emit("resize", workers=workers)
+        self.session.supervisor.resize(workers)
+
+
+def describe_event(event: str, fields: dict[str, Any]) -> str:
+    """One line for the live view."""
+    if "text" in fields:
+        return str(fields["text"])
+    if event == "worker_died":
+        return f"worker {fields['worker']} (pid {fields['pid']}) {fields['how']} at step {fields['step']} ({fields['phase']})"
+    if event == "recovered":
+        return f"went on {fields['seconds'] * 1000:.0f} ms later, nothing lost"
+    return f"{event}: {fields}"
+

@@ -1,0 +1,171 @@
+"""The course of a fit (which step takes which rows) and the schedule of its learning rates.
+
+The schedule lives in the caller alone, on the caller's optimizer; its numbers are written into the arena ahead of
+the steps, and workers read them there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import lr_scheduler
+
+from manyhands.comm.arena import Arena
+from manyhands.core.order import lane_slice, steps_per_epoch
+from manyhands.errors import UsageError, unknown_name
+from manyhands.sync.optimizer_state import HyperKey, hyper_row
+
+__all__ = ["Course", "PerEpoch", "Schedule", "resolve_schedule"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Steps, lanes and rows of a fit. A step's number counts from the beginning of the run."""
+
+    samples: int
+    batch_size: int
+    lanes: int
+    drop_last: bool = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(self.samples, self.batch_size, self.drop_last)
+
+    def positions(self, order: np.ndarray, step: int, lane: int) -> np.ndarray:
+        """The rows of a lane. ``order`` holds the order of even epochs in its first row, of odd ones in its second."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start, stop = lane_slice(within, lane, samples=self.samples, batch_size=self.batch_size, lanes=self.lanes)
+        rows: np.ndarray = order[epoch % 2, start:stop]
+        return rows
+
+    def batch_rows(self, step: int) -> int:
+        """Rows of the whole batch."""
+        return min(self.batch_size, self.samples - step % self.steps_per_epoch * self.batch_size)
+
+    def lane_rows(self, step: int) -> list[int]:
+        """Rows of every lane."""
+        size, bigger = divmod(self.batch_rows(step), self.lanes)
+        return [size + (lane < bigger) for lane in range(self.lanes)]
+
+
+@dataclass(frozen=True, slots=True)
+class PerEpoch:
+    """A scheduler (or ``optimizer -> scheduler``) that is stepped once per epoch instead of once per step."""
+
+    scheduler: Any
+
+
+_NAMES = ("constant", "cosine", "linear", "onecycle")
+
+
+def _named(name: str, optimizer: torch.optim.Optimizer, total: int) -> Any:
+    total = max(total, 1)
+    if name == "constant":
+        return lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=1)
+    if name == "cosine":
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step / total, 1))))
+    if name == "linear":
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 1 - min(step / total, 1))
+    if name == "onecycle":
+        rates = [group["lr"] for group in optimizer.param_groups]
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=total + 1)
+    raise unknown_name("schedule", name, _NAMES)
+
+
+class Schedule:
+    """A torch scheduler, and the record of the numbers it gave."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, per_epoch: bool, keys: list[HyperKey]) -> None:
+        self._optimizer, self._scheduler, self._per_epoch, self._keys = optimizer, scheduler, per_epoch, keys
+        self._plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        self._factor = 1.0
+        self._filled = 0
+
+    def advance_to(self, step: int, steps_per_epoch: int, losses: list[float]) -> None:
+        """Replay the schedule up to ``step``: it is a function of the steps (and the losses per epoch) alone."""
+        for number in range(step):
+            self._after(number, steps_per_epoch, losses)
+        self._filled = step
+
+    def fill(self, arena: Arena, upto: int, steps_per_epoch: int, losses: list[float]) -> None:
+        """Write the numbers of the steps below ``upto`` that are not written yet."""
+        while self._filled < upto:
+            arena.hyper[self._filled % arena.spec.ring, : len(self._keys)] = self._row()
+            self._after(self._filled, steps_per_epoch, losses)
+            self._filled += 1
+
+    def _row(self) -> list[float]:
+        row = hyper_row(self._optimizer, self._keys)
+        if self._factor != 1.0:
+            row = [v * self._factor if k.key == "lr" else v for v, k in zip(row, self._keys, strict=True)]
+        return row
+
+    def _after(self, step: int, steps_per_epoch: int, losses: list[float]) -> None:
+        if self._scheduler is None:
+            return
+        ends_epoch = (step + 1) % steps_per_epoch == 0
+        if self._plateau:
+            epoch = step // steps_per_epoch
+            if ends_epoch and epoch < len(losses):
+                self._scheduler.step(losses[epoch])
+        elif ends_epoch or not self._per_epoch:
+            self._scheduler.step()
+
+    def rates(self) -> list[float]:
+        """The learning rates as they are now."""
+        return [float(group["lr"]) * self._factor for group in self._optimizer.param_groups]
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate by hand: groups keep their proportion, a schedule goes on from there."""
+        first = float(self._optimizer.param_groups[0]["lr"])
+        if self._scheduler is not None and first > 0:
+            self._factor = rate / first
+            return
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate if first <= 0 else float(group["lr"]) * rate / first
+
+    def state(self) -> dict[str, Any]:
+        """What was set by hand, for a checkpoint; all else is replayed."""
+        return {"factor": self._factor, "rates": [float(g["lr"]) for g in self._optimizer.param_groups]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Set by hand what was set by hand before the checkpoint."""
+        self._factor = state["factor"]
+        if self._scheduler is None:
+            for group, rate in zip(self._optimizer.param_groups, state["rates"], strict=True):
+                group["lr"] = rate
+
+
+def resolve_schedule(
+    schedule: Any, optimizer: torch.optim.Optimizer, total_steps: int, keys: list[HyperKey]
+) -> Schedule:
+    """A name, a scheduler bound to ``optimizer``, a function ``optimizer -> scheduler``, or ``PerEpoch`` of these."""
+    per_epoch = isinstance(schedule, PerEpoch)
+    inner = schedule.scheduler if per_epoch else schedule
+    if isinstance(inner, str):
+        inner = _named(inner, optimizer, total_steps)
+    elif inner is not None and not hasattr(inner, "step") and callable(inner):
+        inner = _call(inner, optimizer, total_steps)
+    if inner is None:
+        return Schedule(optimizer, None, False, keys)
+    if not hasattr(inner, "step") or not hasattr(inner, "optimizer"):
+        raise UsageError(
+            f"schedule received {schedule!r}; valid: {', '.join(_NAMES)}, a torch scheduler bound to the optimizer, "
+            "a function optimizer -> scheduler, or mh.PerEpoch(...) of one of these"
+        )
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # it is the workers that step it
+    if inner.optimizer is not optimizer:
+        raise UsageError("the scheduler is bound to another optimizer; pass that optimizer to the Trainer as well")
+    return Schedule(optimizer, inner, per_epoch, keys)
+
+
+def _call(factory: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+    """A factory may ask for the number of steps as its second argument."""
+    takes_steps = len(inspect.signature(factory).parameters) > 1
+    return factory(optimizer, total_steps) if takes_steps else factory(optimizer)

@@ -1,0 +1,199 @@
+"""A session: one arena, its workers, and the job they were given. Lives for one fit, evaluate or predict.
+
+The caller steers through the horizon: workers run freely below it and the leader reports when it has reached it.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+
+from manyhands.comm import ship
+from manyhands.core.membership import Membership
+from manyhands.core.placement import place_lanes, place_units
+from manyhands.data.source import Source
+from manyhands.engine.channel import Message
+from manyhands.engine.local import Process
+from manyhands.errors import EngineError, RemoteTraceback, RunError
+from manyhands.train.evaluation import Dispatch
+from manyhands.train.lane import Job
+from manyhands.train.stack import StackFile
+from manyhands.train.state import ModelState
+from manyhands.train.supervisor import Limits, Supervisor
+
+__all__ = ["Session"]
+
+_POLL_S = 0.1
+
+
+class Session:
+    """Workers with a job. Use as a context manager: leaving it ends every process."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        job: Job,
+        workers: int,
+        on_event: Callable[[str, dict[str, Any]], None],
+        limits: Limits | None = None,
+    ) -> None:
+        self.state, self.arena, self.control = state, state.arena, state.arena.control
+        self._job = job
+        self._heard: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
+        self._on_event = on_event
+        self._tasks = 0
+        self._spec = msgspec.to_builtins(state.arena.spec)
+        self._parcel = ship.pack(job, "the model, loss, metric or data set", state.places)
+        self.supervisor = Supervisor(
+            arena=state.arena,
+            membership=Membership(target=workers, slots=state.arena.spec.slots),
+            setup=self._set_up,
+            on_event=on_event,
+            on_message=self._hear,
+            on_leave=lambda slot: self._heard.put((slot, None)),
+            limits=limits or Limits(),
+        )
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _set_up(self, slot: int, process: Process, stack: StackFile) -> None:
+        body = {
+            "slot": slot,
+            "arena": self._spec,
+            "code": self._parcel.code,
+            "segment_bytes": self._parcel.segment_bytes,
+        }
+        process.channel.send("setup", body, [stack.fd, self.arena.segment.fd, *self._parcel.fds])
+
+    def _hear(self, slot: int, message: Message) -> None:
+        if message.kind == "failed":
+            self.supervisor.fail(_remote_error(slot, message))
+        else:
+            self._heard.put((slot, message))
+
+    def start(self, step: int, timeout_s: float = 180.0) -> None:
+        """Start the workers and make the first plan; returns when all of them are ready."""
+        self.control.horizon = step
+        self.control.commit(step, 0)
+        self.control.lane_owner(0)[:] = -1
+        self.control.unit_owner(0)[:] = -1
+        self.control.set_leader(0, -1)
+        self.supervisor.start()
+        deadline = time.monotonic() + timeout_s
+        wanted = self.supervisor.membership.target
+        while len(active := self.supervisor.membership.active) < wanted:
+            self.check()
+            if time.monotonic() > deadline:
+                raise EngineError(f"{wanted - len(active)} of {wanted} workers were not ready after {timeout_s:.0f} s")
+            time.sleep(0.002)
+        self.supervisor.ask(lambda: self._first_plan(step))
+        while self.control.committed[1] == 0:
+            self.check()
+            time.sleep(0.0005)
+
+    def _first_plan(self, step: int) -> None:
+        """In the supervisor's thread: equal shares for the workers that are there."""
+        speeds = dict.fromkeys(self.supervisor.membership.active, 1.0)
+        sizes = [unit.stop - unit.start for unit in self.arena.spec.units]
+        plan = self.control.proposed + 1
+        lanes = place_lanes(self.arena.spec.lanes, speeds)
+        self.control.write_plan(plan, min(speeds), lanes, np.array(place_units(sizes, speeds), np.int64))
+        self.control.proposed = plan
+        self.control.commit(step, plan)
+        self.control.bell.ring()
+
+    def check(self) -> None:
+        """Raise what made the run fail, if something did."""
+        if (failure := self.supervisor.failure) is not None:
+            raise failure
+
+    # -- steering -------------------------------------------------------------------------------------------
+    def allow(self, horizon: int) -> None:
+        """Let the workers work on steps below ``horizon``."""
+        if horizon != self.control.horizon:
+            self.control.horizon = horizon
+            self.control.bell.ring()
+
+    def reached(self) -> bool:
+        """Whether the leader waits at the horizon: then nothing in the arena changes."""
+        return self.control.held == self.control.steps + 1 and self.control.steps >= self.control.horizon
+
+    def wait(self, timeout_s: float = _POLL_S) -> bool:
+        """Wait for the leader to reach the horizon, at most ``timeout_s``."""
+        count = self.control.desk.count
+        self.check()
+        if not self.reached():
+            self.control.desk.wait(count, timeout_s)
+        self.check()
+        return self.reached()
+
+    def hold(self, timeout_s: float = 600.0) -> int:
+        """Stop the workers at the next step boundary; returns the number of committed steps."""
+        deadline = time.monotonic() + timeout_s
+        self.allow(min(self.control.horizon, self.control.steps))
+        while not self.wait(0.02):
+            if time.monotonic() > deadline:
+                raise RunError(f"the step in progress was not finished within {timeout_s:.0f} s")
+        return self.control.steps
+
+    # -- inference ------------------------------------------------------------------------------------------
+    def infer(self, kind: str, source: Source, batch: int) -> list[dict[str, Any]]:
+        """Run ``evaluate`` or ``predict`` over all rows; the workers must be at the horizon or idle."""
+        self._tasks += 1
+        while not self._heard.empty():
+            self._heard.get()
+        return Dispatch(self.supervisor, source, batch, kind, self._heard, self.check, self._tasks).run()
+
+    def bill(self) -> dict[str, float]:
+        """Seconds that the workers spent with data, compute, waiting, and reducing."""
+        slots = range(self.arena.spec.slots)
+        return {
+            name: sum(self.control.slot_value(slot, f"{name}_ns") for slot in slots) / 1e9
+            for name in ("data", "compute", "wait", "reduce")
+        }
+
+    def close(self) -> int:
+        """End every process; returns how many there were."""
+        count = self.supervisor.close()
+        self._parcel.close()
+        self.arena.close()
+        return count
+
+
+def _remote_error(slot: int, message: Message) -> BaseException:
+    """The worker's exception, as it was raised, with the place in notes."""
+    body = message.body
+    error = ship.load_exception(body["error"])
+    where = [f"worker {slot}"]
+    if "step" in body:
+        where += [f"step {body['step']}", f"lane {body['lane']}"]
+    if samples := body.get("samples"):
+        where.append(f"samples {samples[:16]}{' …' if len(samples) > 16 else ''}")
+    error.add_note(f"raised in {', '.join(where)} ({body['phase']})")
+    error.__cause__ = RemoteTraceback(body["text"])
+    return error
+
+
+def describe(job: Job) -> dict[str, Any]:
+    """The settings of a job for run.json."""
+    return {"seed": job.seed, "threads": job.threads, "precision": job.precision, "course": asdict(job.course) if job.course else None}
+
+
+def infer_alone(model: nn.Module, job: Job, workers: int, kind: str, source: Source, batch: int) -> list[dict[str, Any]]:
+    """Evaluate or predict with workers of its own."""
+    state = ModelState(model, None, lanes=1, samples=0, stats=1, ring=1)
+    with torch.no_grad(), Session(state, job, workers, lambda *_: None) as session:
+        session.start(0)
+        return session.infer(kind, source, batch)

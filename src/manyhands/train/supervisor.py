@@ -1,0 +1,383 @@
+"""Keeps the workers of a run alive: the thread in the caller that turns decisions of ``core/`` into deeds.
+
+It hears of a death from the kernel, in milliseconds, rolls back what the dead process left half-done, hands its
+work to the living and starts a successor. It notices processes that are stopped or hang, names them, ends them
+(a dead process can write nothing: that is the fence) and treats them as dead. It moves lanes to where they are
+computed faster.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from manyhands.comm.arena import Arena
+from manyhands.comm.control import BANKS, PHASES
+from manyhands.core import placement
+from manyhands.core.membership import Action, GiveUp, Membership, Propose, Release, Repair, Spawn
+from manyhands.engine import local
+from manyhands.engine.channel import ChannelClosed, Message
+from manyhands.errors import RunError, WorkerCrashed
+from manyhands.sync.undo import recover
+from manyhands.train.stack import StackFile
+
+__all__ = ["Limits", "Seat", "Supervisor"]
+
+_TICK_S = 0.2
+_WATCH_S = 0.004  # how often a recovery is looked at until the next commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long things may take before they count as failed."""
+
+    pause_s: float = 1.0
+    """A process that the system shows as stopped for this long is replaced."""
+    hang_s: float = 60.0
+    """A worker that gives no sign of life for this long within one phase is replaced."""
+    start_s: float = 120.0
+    """A process must be ready within this time."""
+    balance_s: float = 1.0
+    """How often speeds are compared; 0 leaves lanes where they are."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """The process in a slot and what was seen of it."""
+
+    process: local.Process
+    stack: StackFile
+    beat: int = -1
+    beat_time: float = 0.0
+    stopped_since: float | None = None
+    blame: str | None = None  # why we killed it, if we did
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _Recovery:
+    slot: int
+    step: int
+    since: float
+    how: str
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Owns the processes of one session. Started with ``start``, ended with ``close``."""
+
+    arena: Arena
+    membership: Membership
+    setup: Callable[[int, local.Process, StackFile], None]
+    on_event: Callable[[str, dict[str, Any]], None]
+    on_message: Callable[[int, Message], None]
+    on_leave: Callable[[int], None]
+    limits: Limits = field(default_factory=Limits)
+    seats: dict[int, Seat] = field(default_factory=dict)
+    failure: BaseException | None = None
+    _requests: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
+    _recoveries: list[_Recovery] = field(default_factory=list)
+    _closing: bool = False
+    _thread: threading.Thread | None = None
+    _wake: tuple[int, int] = (-1, -1)
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _proposal_due: bool = False
+    _next_tick: float = 0.0
+    _next_balance: float = 0.0
+    _seen_plan: int = -1
+
+    # -- called from other threads --------------------------------------------------------------------------
+    def start(self) -> None:
+        """Fill the seats and begin to watch."""
+        self._wake = os.pipe()
+        os.set_blocking(self._wake[0], False)
+        self._selector.register(self._wake[0], selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="manyhands-supervisor", daemon=True)
+        self._thread.start()
+        self.ask(lambda: self._do(self.membership.start()))
+
+    def ask(self, request: Callable[[], None]) -> None:
+        """Run ``request`` in the supervisor's thread."""
+        self._requests.put(request)
+        os.write(self._wake[1], b"x")
+
+    def resize(self, workers: int) -> None:
+        """Change the number of workers while running."""
+        self.ask(lambda: self._do(self.membership.resize(workers)))
+
+    def send(self, slot: int, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> bool:
+        """Send a message to a worker and make it look; False when it is gone."""
+        seat = self.seats.get(slot)
+        if seat is None:
+            return False
+        try:
+            seat.process.channel.send(kind, body, fds)
+        except (ChannelClosed, OSError):
+            return False
+        inbox = self.arena.control.slot_value(slot, "inbox")
+        self.arena.control.set_slot_value(slot, "inbox", inbox + 1)
+        self.arena.control.bell.ring()
+        return True
+
+    def pids(self) -> dict[str, int]:
+        """Role -> pid of the live processes."""
+        return {f"worker-{slot}": seat.process.pid for slot, seat in sorted(self.seats.items())}
+
+    def fail(self, error: BaseException) -> None:
+        """The run cannot go on; whoever waits for it is told."""
+        if self.failure is None:
+            self.failure = error
+        self.arena.control.desk.ring()
+
+    def close(self, timeout_s: float = 2.0) -> int:
+        """Let the workers leave, end those that do not, and stop watching. Returns how many processes there were."""
+        if self._thread is None:
+            return 0
+        self._closing = True
+        self.arena.control.stop = 1
+        self.arena.control.bell.ring()
+        os.write(self._wake[1], b"x")
+        self._thread.join()
+        seats = list(self.seats.values())
+        deadline = time.monotonic() + timeout_s
+        for seat in seats:
+            if not seat.process.wait(max(deadline - time.monotonic(), 0)):
+                seat.process.signal(signal.SIGKILL)
+        for seat in seats:
+            seat.process.wait(10)
+            seat.process.close()
+            seat.stack.close()
+        self.seats.clear()
+        self._selector.close()
+        for fd in self._wake:
+            os.close(fd)
+        self._thread = None
+        return len(seats)
+
+    # -- the thread -----------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except BaseException as error:
+            self.fail(RunError(f"the supervisor failed: {error!r}"))
+            if not isinstance(error, Exception):
+                raise
+
+    def _turn(self) -> None:
+        timeout = _WATCH_S if self._recoveries else _TICK_S
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                os.read(self._wake[0], 4096)
+            else:
+                self._hear(*key.data)
+        while not self._requests.empty():
+            self._requests.get()()
+        if self._closing:
+            return
+        self._watch_recoveries()
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            self._tick(now)
+
+    def _hear(self, what: str, slot: int) -> None:
+        seat = self.seats.get(slot)
+        if seat is None:
+            return
+        if what == "died":
+            self._bury(slot, seat)
+            return
+        try:
+            message = seat.process.channel.receive(0)
+        except ChannelClosed:  # the end of the process follows; until then there is nothing to hear
+            self._selector.unregister(seat.process.channel)
+            return
+        if message is None:
+            return
+        if message.kind == "ready":
+            self.on_event("worker_ready", {"worker": slot, "pid": seat.process.pid, "seconds": _since(seat.process.started)})
+            self._do(self.membership.ready(slot))
+        else:
+            seat.failed |= message.kind == "failed"
+            self.on_message(slot, message)
+
+    def _bury(self, slot: int, seat: Seat) -> None:
+        """The process has ended: settle its half-done work and its seat."""
+        for fd in (seat.process.pidfd, seat.process.channel):
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+        leaving = self.membership.status.get(slot) == "leaving"
+        how = seat.blame or seat.process.ending()
+        undone = recover(self.arena, slot)
+        seat.process.close()
+        seat.stack.close()
+        del self.seats[slot]
+        self.on_leave(slot)
+        if leaving or seat.failed:
+            self.membership.status.pop(slot, None)
+            if leaving:
+                self.on_event("worker_left", {"worker": slot, "pid": seat.process.pid})
+                self._repair()
+            return
+        step = self.arena.control.steps
+        phase = PHASES[self.arena.control.slot_value(slot, "phase")]
+        self.on_event(
+            "worker_died",
+            {"worker": slot, "pid": seat.process.pid, "how": how, "step": step, "phase": phase, "undone": undone},
+        )
+        self._recoveries.append(_Recovery(slot, step, time.monotonic(), how))
+        self._do(self.membership.died(slot, step, how))
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Spawn(slot):
+                    self._spawn(slot)
+                case Repair():
+                    self._repair()
+                case Propose():
+                    self._proposal_due = True
+                case Release(slot):
+                    self.send(slot, "leave", {})
+                case GiveUp(why):
+                    self.fail(WorkerCrashed(f"{why}. Look at the messages of the workers above; memory may have run out."))
+        if self._proposal_due:
+            self._propose()
+
+    def _spawn(self, slot: int) -> None:
+        self.arena.control.set_slot_value(slot, "lane_ns", 0)
+        try:
+            process = local.spawn("manyhands.train.worker:main")
+            stack = StackFile()
+            self.seats[slot] = Seat(process, stack, beat_time=time.monotonic())
+            self._selector.register(process.pidfd, selectors.EVENT_READ, ("died", slot))
+            self._selector.register(process.channel, selectors.EVENT_READ, ("message", slot))
+            self.setup(slot, process, stack)
+        except ChannelClosed:
+            pass  # it died during the set-up; the kernel tells us
+        except Exception as error:
+            self.fail(error)
+
+    # -- plans ----------------------------------------------------------------------------------------------
+    def _speeds(self) -> dict[int, float]:
+        """Lanes per second of the active seats; a seat without a measurement counts as average."""
+        times = {slot: self.arena.control.slot_value(slot, "lane_ns") for slot in self.membership.active}
+        known = [t for t in times.values() if t > 0]
+        usual = sum(known) / len(known) if known else 1e6
+        return {slot: 1e9 / (t if t > 0 else usual) for slot, t in times.items()}
+
+    def _repair(self) -> None:
+        """Give every lane and unit whose owner is gone to somebody who lives, in the plans that are in use."""
+        speeds = self._speeds()
+        control = self.arena.control
+        if not speeds:
+            return  # a successor in the same seat will find the work as it is
+        living = set(self.membership.seated) - {s for s, st in self.membership.status.items() if st == "starting"}
+        for plan in {control.committed[1], control.proposed}:
+            for owners in (control.lane_owner(plan), control.unit_owner(plan)):
+                for dead in set(owners.tolist()) - living:
+                    for item, heir in placement.heirs(owners.tolist(), dead, speeds).items():
+                        owners[item] = heir
+            if control.leader(plan) not in living:
+                control.set_leader(plan, min(speeds))
+        control.repairs += 1
+        control.bell.ring()
+
+    def _propose(self, owners: list[int] | None = None) -> None:
+        """Write a plan for the active seats; the leader adopts it with its next commit."""
+        speeds, control = self._speeds(), self.arena.control
+        if not speeds or control.proposed + 2 - control.committed[1] >= BANKS:
+            return  # the flag stays: tried again at the next tick
+        self._proposal_due = False
+        current = control.lane_owner(control.proposed).tolist()
+        lanes = owners or placement.place_lanes(len(current), speeds, current)
+        sizes = [unit.stop - unit.start for unit in self.arena.spec.units]
+        units = np.array(placement.place_units(sizes, speeds), np.int64)
+        plan = control.proposed + 1
+        control.write_plan(plan, min(speeds), lanes, units)
+        control.proposed = plan
+        self.on_event("plan", {"plan": plan, "lanes": lanes, "workers": len(speeds)})
+
+    # -- watching -------------------------------------------------------------------------------------------
+    def _watch_recoveries(self) -> None:
+        steps = self.arena.control.steps
+        for recovery in [r for r in self._recoveries if steps > r.step]:
+            self._recoveries.remove(recovery)
+            self.on_event("recovered", {"worker": recovery.slot, "step": recovery.step, "seconds": _since(recovery.since)})
+
+    def _tick(self, now: float) -> None:
+        for slot, seat in list(self.seats.items()):
+            self._examine(slot, seat, now)
+        control = self.arena.control
+        plan = control.committed[1]
+        if plan != self._seen_plan and plan == control.proposed:
+            self._seen_plan = plan
+            owners = set(control.lane_owner(plan).tolist()) | set(control.unit_owner(plan).tolist()) | {control.leader(plan)}
+            self._do(self.membership.adopted(owners))
+        if self._proposal_due:
+            self._propose()
+        if self.limits.balance_s and now >= self._next_balance:
+            self._next_balance = now + self.limits.balance_s
+            self._balance()
+
+    def _examine(self, slot: int, seat: Seat, now: float) -> None:
+        """End a process that is stopped, hangs, or never became ready."""
+        if _is_stopped(seat.process.pid):
+            seat.stopped_since = seat.stopped_since or now
+            if now - seat.stopped_since >= self.limits.pause_s and seat.blame is None:
+                self._condemn(slot, seat, f"was paused for {now - seat.stopped_since:.1f} s", show_line=False)
+            return
+        seat.stopped_since = None
+        if self.membership.status.get(slot) == "starting":
+            if now - seat.process.started > self.limits.start_s and seat.blame is None:
+                self._condemn(slot, seat, f"was not ready after {self.limits.start_s:.0f} s", show_line=True)
+            return
+        beat = self.arena.control.slot_value(slot, "beat")
+        if beat != seat.beat:
+            seat.beat, seat.beat_time = beat, now
+        elif now - seat.beat_time > self.limits.hang_s and seat.blame is None:
+            self._condemn(slot, seat, f"gave no sign of life for {now - seat.beat_time:.1f} s", show_line=True)
+
+    def _condemn(self, slot: int, seat: Seat, why: str, *, show_line: bool) -> None:
+        control = self.arena.control
+        phase, step = PHASES[control.slot_value(slot, "phase")], control.slot_value(slot, "at")
+        where = f"in the {phase} phase of step {step}"
+        if (lane := control.slot_value(slot, "lane")) >= 0:
+            where += f", lane {lane}"
+        line = seat.stack.ask(seat.process) if show_line else None
+        seat.blame = why
+        text = f"worker {slot} (pid {seat.process.pid}) {why} {where}{f', at {line}' if line else ''}; it is being replaced"
+        self.on_event("worker_hung", {"worker": slot, "pid": seat.process.pid, "text": text})
+        seat.process.signal(signal.SIGKILL)
+
+    def _balance(self) -> None:
+        control = self.arena.control
+        plan = control.committed[1]
+        owners = control.lane_owner(plan).tolist()
+        measured = all(control.slot_value(slot, "lane_ns") for slot in self.membership.active)
+        if plan != control.proposed or not measured or not set(owners) <= set(self.membership.active):
+            return
+        if len(self.membership.active) > 1 and (better := placement.rebalance(owners, self._speeds())) is not None:
+            self._propose(better)
+
+
+def _since(moment: float) -> float:
+    return round(time.monotonic() - moment, 6)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False

@@ -1,0 +1,390 @@
+"""The Trainer: what a user calls. Checks everything it is given, then hands over to a fit or an inference session."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.config import environment
+from manyhands.data.adapt import Adapted, adapt
+from manyhands.engine import local
+from manyhands.errors import ModelError, UsageError
+from manyhands.observe.events import EventLog
+from manyhands.sync.clip import resolve_clip
+from manyhands.train.callbacks import Callback, CallbackList
+from manyhands.train.checkpoint import Checkpoint, CheckpointStore
+from manyhands.train.evaluation import add_up
+from manyhands.train.export import save_model
+from manyhands.train.fit import Fit, Saving
+from manyhands.train.history import History
+from manyhands.train.lane import Job
+from manyhands.train.losses import resolve_loss
+from manyhands.train.metrics import resolve_metrics
+from manyhands.train.optimizers import resolve_optimizer
+from manyhands.train.progress import Progress
+from manyhands.train.run_folder import RunFolder
+from manyhands.train.schedule import Course, resolve_schedule
+from manyhands.train.session import Session, infer_alone
+from manyhands.train.state import ModelState, check_model
+from manyhands.train.strategy import AllReduce, check_choice, resolve_sync, worker_range
+from manyhands.train.supervisor import Limits
+
+__all__ = ["Trainer"]
+
+_RING = 4096  # steps whose numbers are kept until the caller has read them
+_SPIN_S = 60e-6
+_INFERENCE_BATCH = 256
+
+
+class Trainer:
+    """Trains, evaluates and applies one model with worker processes.
+
+    >>> trainer = mh.Trainer(model, loss="cross_entropy", optimizer="adamw", metrics=["accuracy"], workers=4)
+    >>> history = trainer.fit((x, y), validation=(vx, vy), epochs=3, batch_size=128)
+
+    The result depends on seed, data, model and lanes; it does not depend on the workers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str | Callable[[Any, Any], torch.Tensor] = "cross_entropy",
+        optimizer: Any = "adamw",
+        metrics: Iterable[Any] = (),
+        *,
+        workers: int | str | tuple[int, int] = "auto",
+        sync: str | AllReduce = "allreduce",
+        layout: str = "whole",
+        engine: str = "local",
+        device: str = "auto",
+        precision: str = "fp32",
+        seed: int = 0,
+        schedule: Any = None,
+        clip: Any = None,
+        accumulate: int = 1,
+        threads: int = 1,
+        nan: str = "stop",
+        limits: Limits | None = None,
+    ) -> None:
+        """``schedule``, ``clip``, ``accumulate``, ``nan``: see docs/training.md. ``threads`` are per worker."""
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"model received {type(model).__name__}; valid is a torch.nn.Module")
+        self.model = model
+        self.loss_name, self._loss = resolve_loss(loss)
+        self._optimizer_item = optimizer
+        self.metrics = resolve_metrics(metrics)
+        self._workers = worker_range(workers)
+        self._sync = resolve_sync(sync)
+        check_choice("layout", layout, ("whole",))
+        check_choice("engine", engine, ("local",))
+        check_choice("device", device, ("auto", "cpu"))
+        check_choice("precision", precision, ("fp32", "bf16"))
+        check_choice("nan", nan, ("stop", "skip"))
+        for name, value in (("seed", seed), ("accumulate", accumulate), ("threads", threads)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < (name != "seed"):
+                raise UsageError(f"{name} received {value!r}; valid is an integer of at least {int(name != 'seed')}")
+        self._seed, self._threads, self._precision = seed, threads, precision
+        self._schedule, self._clips, self._accumulate, self._nan = schedule, resolve_clip(clip), accumulate, nan
+        self._limits = limits or Limits()
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._notes: dict[str, Any] = {}
+        self._fit: Fit | None = None
+        self.history = History()
+        self.run_dir: Path | None = None
+        local.warm()
+
+    # -- while running --------------------------------------------------------------------------------------
+    @property
+    def pids(self) -> dict[str, int]:
+        """Role -> pid of the live processes; empty outside of a run."""
+        return self._fit.session.supervisor.pids() if self._fit is not None else {}
+
+    def resize(self, workers: int) -> None:
+        """Change the number of workers, also while a fit runs (from a callback or another thread)."""
+        first, most = self._workers
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise UsageError(f"resize received {workers!r}; valid is an integer of at least 1")
+        if first != most and not first <= workers <= most:
+            raise UsageError(f"resize received {workers}; this trainer was given workers=({first}, {most})")
+        if first == most:
+            self._workers = (workers, workers)
+        if self._fit is not None:
+            self._fit.resize(workers)
+
+    def note(self, key: str, value: Any) -> None:
+        """Keep ``value`` (JSON-able) under ``key`` in the run.json of the next fit."""
+        self._notes[key] = value
+
+    # -- the verbs ------------------------------------------------------------------------------------------
+    def fit(
+        self,
+        data: Any,
+        validation: Any = None,
+        epochs: int = 1,
+        batch_size: int | None = None,
+        lanes: int | None = None,
+        callbacks: Iterable[Callback] = (),
+        run_dir: str | Path | bool | None = None,
+        resume: str | Path | bool | None = None,
+        *,
+        shuffle: bool | None = None,
+        checkpoint_every_s: float | None = 60.0,
+        checkpoint_every_steps: int | None = None,
+        keep: int = 2,
+        events: bool = True,
+        progress: str = "auto",
+    ) -> History:
+        """Train. ``batch_size`` (32) is the global batch, however many workers share it.
+
+        ``run_dir``: a folder for this run; by default the next number under ``runs/``; False keeps nothing on disk.
+        A folder that already holds checkpoints is resumed (``resume=False`` refuses), also in mid-epoch and with
+        another number of workers. ``resume``: the folder of an earlier run to go on with.
+        """
+        adapted = adapt(data)
+        checked = None if validation is None else adapt(validation)
+        view = Progress(progress)  # type: ignore[arg-type]
+        callback_list = CallbackList(callbacks)
+        saving = Saving(every_s=checkpoint_every_s, every_steps=checkpoint_every_steps, keep=keep)
+        folder = self._folder(run_dir, resume)
+        lock = folder.lock() if folder is not None else None
+        try:
+            checkpoint, warnings = self._checkpoint(folder, resume)
+            course = self._course(adapted, batch_size, lanes, epochs, checkpoint)
+            fit = self._prepare(adapted, checked, course, epochs, shuffle, callback_list, view, saving, folder)
+            if folder is not None and events:
+                fit.events = EventLog(folder.events)
+            for text in warnings:
+                fit.hear_event("checkpoint_damaged", {"text": text})
+            return self._run(fit, adapted, checkpoint)
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def evaluate(self, data: Any, batch_size: int = _INFERENCE_BATCH) -> dict[str, float]:
+        """Loss and metrics over all rows, exact and the same on any number of workers."""
+        adapted = adapt(data)
+        if self._fit is not None:
+            return self._fit.evaluate(adapted.source, batch_size)
+        return add_up(self._infer("evaluate", adapted, batch_size), self.metrics)
+
+    def predict(self, data: Any, batch_size: int = _INFERENCE_BATCH) -> torch.Tensor:
+        """The model's output for every row, in the order of the rows."""
+        adapted = adapt(data, needs_target=False)
+        if self._fit is not None:
+            results = self._fit.session.infer("predict", adapted.source, batch_size)
+        else:
+            results = self._infer("predict", adapted, batch_size)
+        parts = []
+        for result in results:
+            flat = torch.frombuffer(bytearray(result["rows"]), dtype=getattr(torch, result["dtype"]))
+            parts.append(flat.view(result["shape"]))
+        return torch.cat(parts)
+
+    def save(self, path: str | Path) -> Path:
+        """Export the model to a folder that ``mh.load`` reads."""
+        return save_model(self.model, path)
+
+    # -- preparation ----------------------------------------------------------------------------------------
+    def _job(self, **more: Any) -> Job:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return Job(
+            model=self.model, loss=self._loss, metrics=self.metrics, seed=self._seed, threads=self._threads,
+            precision=self._precision, accumulate=self._accumulate, nan=self._nan,
+            spin_s=_SPIN_S if 1 < self._workers[1] <= cores else 0.0, **more,
+        )  # fmt: skip
+
+    def _infer(self, kind: str, adapted: Adapted, batch: int) -> list[dict[str, Any]]:
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise UsageError(f"batch_size received {batch!r}; valid is an integer of at least 1")
+        return infer_alone(self.model, self._job(), self._workers[1], kind, adapted.source, batch)
+
+    def _folder(self, run_dir: str | Path | bool | None, resume: str | Path | bool | None) -> RunFolder | None:
+        if isinstance(resume, (str, Path)):
+            if run_dir not in (None, True) and Path(str(run_dir)) != Path(resume):
+                raise UsageError(f"run_dir={str(run_dir)!r} and resume={str(resume)!r} name two folders; give one of them")
+            folder = RunFolder.open(resume)
+        elif run_dir is False:
+            return None
+        elif run_dir in (None, True):
+            folder = RunFolder.create(environment("RUNS", "runs"), type(self.model).__name__.lower())
+        else:
+            folder = RunFolder.at(str(run_dir))
+        return folder
+
+    def _checkpoint(self, folder: RunFolder | None, resume: object) -> tuple[Checkpoint | None, list[str]]:
+        if folder is None:
+            return None, []
+        store = CheckpointStore(folder.checkpoints)
+        if resume is False:
+            if store.steps():
+                raise UsageError(f"{folder.path} holds checkpoints and resume=False; give another run_dir or resume=True")
+            return None, []
+        return store.load_latest()
+
+    def _course(
+        self, adapted: Adapted, batch_size: int | None, lanes: int | None, epochs: int, checkpoint: Checkpoint | None
+    ) -> Course:
+        batch = batch_size if batch_size is not None else adapted.batch_size or 32
+        known = checkpoint.meta["course"]["lanes"] if checkpoint is not None else None
+        chosen = lanes if lanes is not None else known or min(self._workers[1], batch)
+        for name, value in (("batch_size", batch), ("lanes", chosen), ("epochs", epochs)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"{name} received {value!r}; valid is an integer of at least 1")
+        if batch < chosen:
+            raise UsageError(
+                f"batch_size={batch} is smaller than lanes={chosen}: each lane needs at least one sample of the global "
+                "batch. Take a larger batch or fewer lanes."
+            )
+        course = Course(samples=len(adapted.source), batch_size=batch, lanes=chosen, drop_last=adapted.drop_last)
+        if course.steps_per_epoch == 0:
+            raise UsageError(f"the data has {course.samples} samples, fewer than one batch of {batch}, and drop_last is set")
+        return course
+
+    def _prepare(
+        self, adapted: Adapted, checked: Adapted | None, course: Course, epochs: int, shuffle: bool | None,
+        callbacks: CallbackList, view: Progress, saving: Saving, folder: RunFolder | None,
+    ) -> Fit:  # fmt: skip
+        if self._optimizer is None:
+            self._optimizer = resolve_optimizer(self._optimizer_item, self.model)
+        check_model(self.model, self._optimizer)
+        width = 2 + sum(metric.width for metric in self.metrics)
+        state = ModelState(
+            self.model, self._optimizer, lanes=course.lanes, samples=course.samples, stats=width, ring=_RING
+        )
+        assert state.template is not None
+        keys = state.template.hyper
+        schedule = resolve_schedule(self._schedule, self._optimizer, epochs * course.steps_per_epoch, keys)
+        job = self._job(source=adapted.source, template=state.template, clips=self._clips, course=course)
+        self.history = History()
+        events: list[Any] = []
+        session = Session(state, job, self._workers[1], lambda *event: events[0](*event), self._limits)
+        fit = Fit(
+            model=self.model, session=session, job=job, course=course, schedule=schedule, epochs=epochs,
+            shuffle=adapted.shuffle if shuffle is None else shuffle,
+            validation=None if checked is None else checked.source, validation_batch=_INFERENCE_BATCH,
+            callbacks=callbacks, history=self.history, progress=view, saving=saving, folder=folder,
+        )  # fmt: skip
+        events.append(fit.hear_event)
+        return fit
+
+    # -- the run --------------------------------------------------------------------------------------------
+    def _run(self, fit: Fit, adapted: Adapted, checkpoint: Checkpoint | None) -> History:
+        begun = time.monotonic_ns()
+        self._fit, self.run_dir = fit, fit.folder.path if fit.folder is not None else None
+        ended, saved, stopped = "failed", None, 0
+        try:
+            fit.prepare(checkpoint)
+            self._describe(fit, "running")
+            fit.progress.begin(self._header(fit, adapted))
+            with fit.interrupts.watching():
+                try:
+                    fit.run()
+                    saved = fit.finish()
+                    fit.current_model()
+                    ended = "interrupted" if fit.interrupts.asked else "finished"
+                finally:
+                    stopped = self._close(fit, begun)
+        except BaseException as error:
+            fit.progress.end()
+            if self.run_dir is not None and isinstance(error, Exception) and (steps := _saved_steps(fit)):
+                error.add_note(f"saved up to step {steps}; go on with fit(..., resume={str(self.run_dir)!r})")
+            raise
+        finally:
+            self._fit = None
+            self._describe(fit, ended)
+            if fit.events is not None:
+                fit.events.close()
+        self._say_goodbye(fit, ended, saved, stopped)
+        return self.history
+
+    def _close(self, fit: Fit, begun: int) -> int:
+        self.history.bill = fit.session.bill()
+        first = fit.session.control.first_commit_ns
+        self.history.first_step_s = (first - begun) / 1e9 if first else None
+        if fit.saver is not None:
+            fit.saver.close()
+        stopped = fit.session.close()
+        if fit.interrupts.asked:
+            local.shutdown()
+            stopped += 1
+        return stopped
+
+    def _describe(self, fit: Fit, status: str) -> None:
+        """Write run.json: every effective setting, and how the run ended."""
+        if fit.folder is None:
+            return
+        course = fit.course
+        fit.folder.write_json(
+            "run.json",
+            {
+                **self._notes,
+                "status": status,
+                "model": type(self.model).__name__,
+                "parameters": sum(p.numel() for p in self.model.parameters()),
+                "loss": self.loss_name,
+                "optimizer": type(self._optimizer).__name__,
+                "hyper": [
+                    {k: v for k, v in group.items() if k != "params" and isinstance(v, (int, float, bool, tuple))}
+                    for group in (self._optimizer.param_groups if self._optimizer else [])
+                ],
+                "metrics": [metric.name for metric in self.metrics],
+                "workers": list(self._workers),
+                "sync": self._sync.name,
+                "seed": self._seed,
+                "threads": self._threads,
+                "precision": self._precision,
+                "accumulate": self._accumulate,
+                "samples": course.samples,
+                "batch_size": course.batch_size,
+                "lanes": course.lanes,
+                "epochs": fit.epochs,
+                "steps": fit.session.control.steps,
+                "bill": self.history.bill,
+                "history": self.history.to_dict()["metrics"],
+                "torch": torch.__version__,
+            },
+        )
+
+    def _header(self, fit: Fit, adapted: Adapted) -> list[str]:
+        course = fit.course
+        even = course.batch_size % course.lanes == 0
+        size = str(course.batch_size // course.lanes) if even else f"{course.batch_size / course.lanes:.1f} on average"
+        count = sum(p.numel() for p in self.model.parameters())
+        lines = [
+            f"{type(self.model).__name__} · {count:,} parameters · {course.samples:,} samples · "
+            f"{self._workers[1]} workers × {self._threads} thread{'s' * (self._threads > 1)} · seed {self._seed}",
+            f"batch {course.batch_size} global = {course.lanes} lanes × {size} · each sample once per epoch",
+        ]
+        if adapted.note:
+            lines.append(adapted.note)
+        if self.run_dir is not None:
+            lines.append(f"run folder {self.run_dir}")
+        if fit.start_step:
+            lines.append(f"resumed at step {fit.start_step} (epoch {fit.start_step // course.steps_per_epoch + 1})")
+        return lines
+
+    def _say_goodbye(self, fit: Fit, ended: str, saved: int | None, stopped: int) -> None:
+        bill = self.history.bill
+        total = sum(bill.values()) or 1.0
+        shares = " · ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in bill.items())
+        if ended == "finished":
+            fit.progress.end(f"{fit.session.control.steps - fit.start_step} steps · {shares}")
+            return
+        kept = f"saved step {saved}" if saved is not None else "nothing saved"
+        resume = f" · resume: manyhands resume {self.run_dir}" if self.run_dir is not None and saved is not None else ""
+        fit.progress.end(f"{kept} · {stopped} processes stopped · 0 left{resume}")
+        if fit.interrupts.signal == signal.SIGTERM:
+            raise SystemExit(143)
+        raise KeyboardInterrupt
+
+
+def _saved_steps(fit: Fit) -> int | None:
+    return None if fit.saver is None else fit.saver.last_saved_step
+

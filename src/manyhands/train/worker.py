@@ -1,0 +1,163 @@
+"""The life of a worker process: take the job, train lanes, answer messages, leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import traceback
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from manyhands.comm import ship
+from manyhands.comm.arena import Arena, ArenaSpec
+from manyhands.comm.segment import Segment
+from manyhands.data.source import Source
+from manyhands.engine.channel import Channel, ChannelClosed, Message
+from manyhands.sync.allreduce import Stepper, Stopped
+from manyhands.sync.apply import Applier
+from manyhands.train.evaluation import evaluate_batch, predict_batch
+from manyhands.train.lane import Job, LaneRunner
+from manyhands.train.stack import answer_with_stack
+
+__all__ = ["main", "worker_slot"]
+
+_SETUP_TIMEOUT_S = 120.0
+_slot: int | None = None
+
+
+def worker_slot() -> int | None:
+    """The number of this worker; None outside of one."""
+    return _slot
+
+
+def main(channel: Channel) -> None:
+    """Entry of a worker process. Returns when the run ends or the caller is gone."""
+    global _slot
+    message = channel.receive(_SETUP_TIMEOUT_S)
+    if message is None or message.kind != "setup":
+        return
+    _slot = message.body["slot"]
+    try:
+        worker = Worker(channel, message)
+    except Exception as error:
+        _report(channel, error, {"phase": "set-up"})
+        _park(channel)
+        return
+    channel.send("ready")
+    with contextlib.suppress(Stopped, ChannelClosed):
+        worker.work()
+
+
+def _report(channel: Channel, error: BaseException, where: dict[str, Any]) -> None:
+    text = "".join(traceback.format_exception(error))
+    channel.send("failed", {"error": ship.pack_exception(error), "text": text, **where})
+
+
+def _park(channel: Channel) -> None:
+    """Wait to be ended: a worker whose code failed must not look like one that died."""
+    with contextlib.suppress(ChannelClosed):
+        while channel.receive(3600) is not None:
+            pass
+
+
+class Worker:
+    """One worker and what it was given."""
+
+    def __init__(self, channel: Channel, message: Message) -> None:
+        body, fds = message.body, message.fds
+        self._channel = channel
+        self._slot: int = body["slot"]
+        answer_with_stack(fds[0])
+        arena = Arena(msgspec.convert(body["arena"], ArenaSpec, strict=False), fds[1])
+        own = Segment(fds[2], body["segment_bytes"], private=True) if len(fds) > 2 else None
+        job = ship.unpack(body["code"], [arena.segment], own)
+        assert isinstance(job, Job)
+        self._arena, self._job = arena, job
+        self._sources: dict[int, Source] = {}
+        torch.set_num_threads(job.threads)
+        job.model.train()
+        applier = None if job.template is None else Applier(arena, job.template, job.clips, self._slot)
+        rows = (lambda step: []) if job.course is None else job.course.lane_rows
+        self._stepper = Stepper(
+            arena, self._slot, applier, rows, skip_bad=job.nan == "skip", spin_s=job.spin_s
+        )
+        self._runner = None if job.course is None else LaneRunner(arena, job, self._stepper)
+
+    def work(self) -> None:
+        """Take part in steps and answer messages until told to leave."""
+        while True:
+            if self._stepper.turn() == "message":
+                self._answer()
+                continue
+            try:
+                self._step()
+            except Stopped:
+                raise
+            except Exception as error:
+                self._fail(error)
+
+    def _step(self) -> None:
+        assert self._runner is not None
+        while True:
+            for lane in self._stepper.lanes():
+                self._runner.run(lane)
+            if self._stepper.finish():
+                return
+
+    def _fail(self, error: Exception) -> None:
+        course, lane, step = self._job.course, self._arena.control.slot_value(self._slot, "lane"), self._stepper.step
+        where: dict[str, Any] = {"phase": "step", "step": step, "lane": lane}
+        if course is not None and lane >= 0:
+            where["samples"] = course.positions(self._arena.order, step, lane).tolist()
+        _report(self._channel, error, where)
+        _park(self._channel)
+        raise Stopped
+
+    def _answer(self) -> None:
+        while (message := self._channel.receive(0)) is not None:
+            if message.kind == "leave":
+                raise Stopped
+            if message.kind == "source":
+                self._take_source(message)
+            elif message.kind in ("evaluate", "predict"):
+                try:
+                    self._infer(message)
+                except ChannelClosed:
+                    raise
+                except Exception as error:
+                    _report(self._channel, error, {"phase": message.kind, "samples": message.body["rows"]})
+                    _park(self._channel)
+                    raise Stopped from error
+
+    def _take_source(self, message: Message) -> None:
+        body = message.body
+        own = Segment(message.fds[0], body["segment_bytes"], private=True) if message.fds else None
+        self._sources.clear()
+        self._sources[body["source"]] = ship.unpack(body["code"], [self._arena.segment], own)
+        for fd in message.fds:
+            os.close(fd)
+
+    def _infer(self, message: Message) -> None:
+        """Evaluate or predict the rows of a chunk, in fixed batches."""
+        body, job = message.body, self._job
+        source = self._sources[body["source"]]
+        model = job.model.eval()
+        holders = dict(model.named_buffers())
+        for entry, agreed in zip(self._arena.spec.buffers, self._arena.buffers(), strict=True):
+            holders[entry.name].copy_(agreed)
+        try:
+            start, stop = body["rows"]
+            for first in range(start, stop, body["batch"]):
+                self._stepper.enter("message")
+                rows = np.arange(first, min(first + body["batch"], stop), dtype=np.int64)
+                begun = time.perf_counter()
+                run = evaluate_batch if message.kind == "evaluate" else predict_batch
+                answer = run(job, source, rows)
+                answer |= {"task": body["task"], "first": first, "count": len(rows), "seconds": time.perf_counter() - begun}
+                self._channel.send("result", answer)
+        finally:
+            model.train()
