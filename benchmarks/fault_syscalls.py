@@ -6,7 +6,7 @@ Needs strace. A child process makes one save; strace kills it (SIGKILL) as it en
 fail, for every N. After a crash a verified checkpoint must load, the previous or the new one. After an error the save
 must either have raised a CheckpointError that names path, needed and free bytes, with the previous checkpoint in place,
 or have published the new one. In both cases the next save must work and clear up. A crash of a process says nothing
-about a power cut, so the order of writes, fsyncs and renames is checked in the trace. Exits with 1 when a rule is broken.
+about a power cut, so the order of writes, fsyncs and renames is checked in the trace. Exits with 1 if a rule is broken.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def problem_after(folder: Path, steps: list[int], step: int, status: int, fault:
 
 
 def durability_problem(log: Path) -> str | None:
-    """What a power cut could tear although no crash of a process can: a name that is public before its bytes are safe."""
+    """What a power cut could tear although no crash of the process can: a name public before its bytes are safe."""
     unsynced: set[Path] = set()
     for line in log.read_text().splitlines():
         if not (match := re.match(r"\d+ +(\w+)\((.*)\) += 0|\d+ +(openat|open|write)\((.*)\) += ", line)):

@@ -9,8 +9,9 @@ if _environment("WARM", "1") != "0":
 from manyhands.errors import ManyhandsError
 from manyhands.sync.clip import ClipNorm, ClipValue
 from manyhands.train.callbacks import Callback, State
-from manyhands.train.export import digest
+from manyhands.train.export import digest, load
 from manyhands.train.history import History
+from manyhands.train.launch import launch
 from manyhands.train.optimizers import optimizer
 from manyhands.train.schedule import PerEpoch
 from manyhands.train.strategy import AllReduce
@@ -32,6 +33,8 @@ __all__ = [
     "State",
     "Trainer",
     "digest",
+    "launch",
+    "load",
     "optimizer",
     "worker_slot",
 ]

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _tell(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
-        print_error("interrupted")
+        print("interrupted", file=sys.stderr)
     elif isinstance(error, (ManyhandsError, CycloptsError)):
         print_error(str(error))
     else:

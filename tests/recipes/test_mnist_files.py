@@ -121,9 +121,7 @@ def test_a_download_is_verified_and_kept(mirror: tuple[str, Path], tmp_path: Pat
         (gzip.compress(b"the right bytes")[:-6], "ended before"),
     ],
 )
-def test_wrong_bytes_are_never_kept(
-    mirror: tuple[str, Path], tmp_path: Path, served_bytes: bytes, reason: str
-) -> None:
+def test_wrong_bytes_are_never_kept(mirror: tuple[str, Path], tmp_path: Path, served_bytes: bytes, reason: str) -> None:
     address, served = mirror
     (served / "a.gz").write_bytes(served_bytes)
     digest = hashlib.sha256(b"the right bytes").hexdigest()
@@ -135,9 +133,7 @@ def test_wrong_bytes_are_never_kept(
 
 
 def test_a_mirror_that_refuses_is_named(tmp_path: Path) -> None:
-    failures = download(
-        tmp_path / "cache", contents={"a": "0" * 64}, mirrors=("http://127.0.0.1:9/",), timeout_s=5.0
-    )
+    failures = download(tmp_path / "cache", contents={"a": "0" * 64}, mirrors=("http://127.0.0.1:9/",), timeout_s=5.0)
     assert "http://127.0.0.1:9/a.gz" in failures[0]
 
 

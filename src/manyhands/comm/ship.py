@@ -23,7 +23,7 @@ import torch
 from manyhands.comm.segment import Segment, aligned
 from manyhands.errors import UsageError
 
-__all__ = ["Parcel", "Place", "load_exception", "pack", "pack_exception", "unpack"]
+__all__ = ["Parcel", "Place", "load_exception", "load_value", "pack", "pack_exception", "pack_value", "unpack"]
 
 LARGE_BYTES = 64 * 1024
 
@@ -202,6 +202,16 @@ def _find_culprit(obj: object, path: str = "", depth: int = 3) -> str | None:
         except Exception:
             return (_find_culprit(value, name, depth - 1) if depth else None) or f"{name} is a {type(value).__name__}"
     return None
+
+
+def pack_value(value: object) -> bytes:
+    """What a child's function returned, for its parent."""
+    return bytes(cloudpickle.dumps(value))
+
+
+def load_value(code: bytes) -> Any:
+    """A value that a child of ours sent."""
+    return pickle.loads(code)
 
 
 def pack_exception(error: BaseException) -> bytes:

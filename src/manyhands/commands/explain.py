@@ -8,16 +8,15 @@ from typing import Any
 
 from manyhands.commands.find_run import find_run
 from manyhands.commands.options import DEFAULT_OUTPUT, Output
-from manyhands.commands.output import format_bill, format_seconds, format_time, print_json, say
+from manyhands.commands.output import format_bill, format_measures, format_seconds, format_time, print_json, say
 from manyhands.commands.runs import Overview, read_overview
 from manyhands.core.ledger import EpochProof, Proof
 from manyhands.observe.events import read_events
 from manyhands.train.ledger_file import read_ledger
-from manyhands.train.progress import format_metrics
 
 __all__ = ["explain"]
 
-TROUBLE = ("worker_died", "worker_hung")
+TROUBLE = ("worker_died", "worker_hung", "recovered", "checkpoint_failed", "checkpoint_damaged")
 LEDGER_IS_WRONG = 3
 
 
@@ -33,23 +32,39 @@ def explain(run: str, /, *, output: Output = DEFAULT_OUTPUT) -> int:
     overview = read_overview(folder)
     proof = read_ledger(folder.ledger).verify()
     events = read_events(folder.events)
+    is_done = overview.status == "finished"
     if not output.quiet:
-        _print_overview(overview)
-        for line in [*proof_lines(proof, is_done=overview.status == "done"), *trouble_lines(events)]:
+        for line in [*overview_lines(overview), *proof_lines(proof, is_done=is_done), *trouble_lines(events)]:
             say(line)
         say(f"bill: {format_bill(overview.bill)}")
     if output.json:
-        trouble = [event for event in events if event["event"] in (*TROUBLE, "recovered")]
-        print_json({**overview.to_dict(), "proof": proof.to_dict(), "trouble": trouble})
-    return 0 if proof_holds(proof, is_done=overview.status == "done") else LEDGER_IS_WRONG
+        trouble = [event for event in events if event["event"] in TROUBLE]
+        print_json({**overview.to_dict(), "bill": overview.bill, "proof": proof.to_dict(), "trouble": trouble})
+    return 0 if proof_holds(proof, is_done=is_done) else LEDGER_IS_WRONG
 
 
-def _print_overview(overview: Overview) -> None:
-    say(f"{overview.name}: {overview.status} at step {overview.step}")
-    for line in overview.lines():
-        say(f"  {line}")
-    if overview.metrics:
-        say(f"  {format_metrics(overview.metrics)}")
+def overview_lines(overview: Overview) -> list[str]:
+    """What ran, and how it ended."""
+    record = overview.record
+    lines = [f"{overview.path.name}: {overview.recipe} · {overview.status} at step {overview.steps}"]
+    if overview.status == "unreadable":
+        return lines
+    low, high = record["workers"]
+    workers = str(low) if low == high else f"{low} to {high}"
+    lines += [
+        f"  {record['model']} · {record['parameters']:,} parameters · {record['optimizer']} · loss {record['loss']}",
+        f"  {record['samples']:,} samples × {record['epochs']} epochs · batch {record['batch_size']} global in "
+        f"{record['lanes']} lanes · seed {record['seed']}",
+        f"  {workers} workers × {record['threads']} threads · sync {record['sync']}",
+    ]
+    recipe = record.get("recipe")
+    if isinstance(recipe, dict) and recipe.get("settings"):
+        lines.append("  settings: " + " ".join(f"{key}={value}" for key, value in recipe["settings"].items()))
+    if measures := format_measures(overview.measures):
+        lines.append(f"  last: {measures}")
+    if overview.status not in ("finished", "running"):
+        lines.append(f"  go on with: manyhands resume {overview.path}")
+    return lines
 
 
 def proof_holds(proof: Proof, *, is_done: bool) -> bool:
@@ -59,52 +74,52 @@ def proof_holds(proof: Proof, *, is_done: bool) -> bool:
 
 
 def proof_lines(proof: Proof, *, is_done: bool) -> list[str]:
-    """The verdict of the ledger in sentences: equal epochs in one line, each exception in a line of its own."""
+    """The verdict of the ledger: equal epochs in one line, each other one in a line of its own."""
     if not proof.epochs:
-        return ["ledger: empty; no epoch was begun"]
+        return ["ledger: empty; nothing was committed"]
     lines: list[str] = []
     plain = Counter(epoch.samples for epoch in proof.epochs if epoch.exact and not epoch.skipped)
     for samples, epochs in plain.items():
-        which = "1 epoch" if epochs == 1 else f"{epochs} epochs"
-        lines.append(f"ledger: {which}: each of {samples:,} samples counted exactly once")
+        which = "1 epoch" if epochs == 1 else f"each of {epochs} epochs"
+        lines.append(f"ledger: in {which}, each of {samples:,} samples counted exactly once")
     for epoch in proof.epochs:
-        if epoch.exact and not epoch.skipped:
-            continue
-        is_open = not is_done and epoch is proof.epochs[-1] and not epoch.more_than_once
-        lines.append(f"ledger: {_open_line(epoch) if is_open and epoch.never else epoch}")
+        if not epoch.exact or epoch.skipped:
+            is_open = not is_done and epoch is proof.epochs[-1]
+            lines.append(f"ledger: {_describe_epoch(epoch, is_open=is_open)}")
     if not proof_holds(proof, is_done=is_done):
         lines.append("ledger: NOT EXACT: samples were lost or counted twice, see the epochs above")
     return lines
 
 
-def _open_line(epoch: EpochProof) -> str:
-    skipped = "".join(f" · {count:,} skipped ({reason})" for reason, count in epoch.skipped.items())
-    return (
-        f"epoch {epoch.epoch} is not complete: {epoch.once:,} of {epoch.samples:,} samples counted once so far, "
-        f"{epoch.never:,} to come{skipped}"
-    )
+def _describe_epoch(epoch: EpochProof, *, is_open: bool) -> str:
+    # Counted from 1 for people, as in the live view.
+    parts = [f"epoch {epoch.epoch + 1}: {epoch.once:,} of {epoch.samples:,} samples counted once"]
+    parts += [f"{count:,} skipped ({reason})" for reason, count in epoch.skipped.items()]
+    if epoch.never:
+        parts.append(f"{epoch.never:,} {'still to come' if is_open else 'never'}")
+    if epoch.more_than_once:
+        parts.append(f"{epoch.more_than_once:,} more than once")
+    return " · ".join(parts)
 
 
 def trouble_lines(events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Deaths and hangs, each with the time until the run went on."""
-    lines: list[str] = []
-    deaths, waits = 0, []
-    for event in events:
-        moment = format_time(event.get("time", 0.0))
-        worker = f"worker-{event.get('worker', '?')}"
-        match event["event"]:
-            case "worker_died":
-                deaths += 1
-                lines.append(
-                    f"  {moment}  {worker} (pid {event.get('pid')}) died: {event.get('how')} "
-                    f"at step {event.get('step')}, in phase {event.get('phase')}"
-                )
-            case "worker_hung":
-                lines.append(f"  {moment}  {event.get('text') or f'{worker} hung'}")
-            case "recovered":
-                waits.append(float(event.get("seconds", 0.0)))
-                lines.append(f"  {moment}  the run went on after {format_seconds(waits[-1])}")
-    if not lines:
+    """Deaths, hangs and failed checkpoints, and the time until the run went on."""
+    trouble = [event for event in events if event["event"] in TROUBLE]
+    if not trouble:
         return ["deaths: none"]
-    longest = f", longest stall {format_seconds(max(waits))}" if waits else ""
-    return [f"deaths: {deaths}, recoveries: {len(waits)}{longest}", *lines]
+    deaths = sum(event["event"] == "worker_died" for event in trouble)
+    stalls = [float(event["seconds"]) for event in trouble if event["event"] == "recovered"]
+    longest = f", longest stall {format_seconds(max(stalls))}" if stalls else ""
+    head = f"deaths: {deaths}, recoveries: {len(stalls)}{longest}"
+    return [head, *(f"  {format_time(event['time'])}  {_describe_event(event)}" for event in trouble)]
+
+
+def _describe_event(event: Mapping[str, Any]) -> str:
+    if "text" in event:
+        return str(event["text"])
+    if event["event"] == "recovered":
+        return f"the run went on {format_seconds(float(event['seconds']))} later"
+    return (
+        f"worker {event.get('worker')} (pid {event.get('pid')}) died: {event.get('how')}, "
+        f"at step {event.get('step')} in phase {event.get('phase')}"
+    )

@@ -1,4 +1,4 @@
-"""What verbs print: lines and tables for people on standard output, one JSON object for programs, errors on the other."""
+"""What verbs print: lines and tables for people, one JSON object for programs, errors on standard error."""
 
 from __future__ import annotations
 
@@ -13,8 +13,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from manyhands.train.progress import format_metrics
 
-__all__ = ["format_bill", "format_seconds", "format_time", "print_error", "print_json", "print_table", "say"]
+__all__ = [
+    "format_bill",
+    "format_measures",
+    "format_seconds",
+    "format_time",
+    "print_error",
+    "print_json",
+    "print_table",
+    "say",
+]
 
 
 def say(line: str = "") -> None:
@@ -69,11 +79,15 @@ def format_time(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
 
 
+def format_measures(measures: Mapping[str, float | None]) -> str:
+    """The last values of a history; the seconds of the epoch are no measure of the model."""
+    shown = {name: value for name, value in measures.items() if value is not None and name != "seconds"}
+    return format_metrics(shown)
+
+
 def format_bill(bill: Mapping[str, float]) -> str:
     """The phases of worker time as shares: ``compute 81 % · wait 9 % · ...``."""
     total = sum(bill.values())
     if total <= 0:
         return "nothing was measured"
     return " · ".join(f"{phase} {100 * seconds / total:.0f} %" for phase, seconds in bill.items())
-
-

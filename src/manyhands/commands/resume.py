@@ -29,13 +29,15 @@ def resume(
         Passes over the training data in all; by default as before.
     """
     folder = find_run(run)
-    recorded = folder.read_json("run.json").get("recipe")
+    record = folder.read_json("run.json")
+    recorded = record.get("recipe")
     if not isinstance(recorded, dict):
         raise UsageError(
             f"{folder.path} was not started by the command line, so its recipe is not known. "
             f"Go on from Python: trainer.fit(..., resume={str(folder.path)!r})."
         )
-    job = _job_of(recorded, workers, epochs)
+    # Lanes belong to the mathematics: they stay what they were, also when nobody chose them.
+    job = _job_of({**recorded, "lanes": record.get("lanes")}, workers, epochs)
     return run_job(job, output, resume=folder.path)
 
 

@@ -8,9 +8,7 @@ from manyhands.commands.training import prepare, run_job
 __all__ = ["train"]
 
 
-def train(
-    recipe: str, /, *, options: TrainingOptions = DEFAULT_TRAINING, output: Output = DEFAULT_OUTPUT
-) -> int:
+def train(recipe: str, /, *, options: TrainingOptions = DEFAULT_TRAINING, output: Output = DEFAULT_OUTPUT) -> int:
     """Train a recipe with worker processes, into a run folder.
 
     Parameters

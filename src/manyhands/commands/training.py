@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,12 @@ from typing import Any
 import torch
 
 from manyhands.commands.options import Output, TrainingOptions, parse_settings, parse_workers
-from manyhands.commands.output import format_bill, format_seconds, print_json, say
+from manyhands.commands.output import format_bill, format_measures, format_seconds, print_json, say
 from manyhands.config import environment
+from manyhands.errors import UsageError
 from manyhands.recipes import Recipe, get, with_settings
-from manyhands.train.digest import digest
+from manyhands.train.export import digest
 from manyhands.train.history import History
-from manyhands.train.progress import format_metrics
 from manyhands.train.run_folder import RunFolder
 from manyhands.train.trainer import Trainer
 
@@ -70,17 +72,18 @@ def run_job(job: Job, output: Output, *, resume: Path | None = None) -> int:
     )
     data = recipe.data()
     trainer.note("recipe", job.description())
-    history = trainer.fit(
-        data.train,
-        validation=data.validation,
-        epochs=recipe.epochs,
-        batch_size=recipe.batch_size,
-        lanes=options.lanes,
-        run_dir=None if resume else options.run_dir or RunFolder.create(runs_root(), recipe.name).path,
-        resume=resume,
-        checkpoint_every_s=options.checkpoint_every,
-        progress=output.progress,
-    )
+    with _run_folder(job, resume) as folder:
+        history = trainer.fit(
+            data.train,
+            validation=data.validation,
+            epochs=recipe.epochs,
+            batch_size=recipe.batch_size,
+            lanes=options.lanes,
+            run_dir=folder,
+            resume=resume,
+            checkpoint_every_s=options.checkpoint_every,
+            progress=output.progress,
+        )
     test = {} if data.test is None else trainer.evaluate(data.test)
     summary = _summary(job, trainer, history, test, time.monotonic() - started)
     if not output.quiet:
@@ -90,9 +93,23 @@ def run_job(job: Job, output: Output, *, resume: Path | None = None) -> int:
     return 0
 
 
-def _summary(
-    job: Job, trainer: Trainer, history: History, test: Mapping[str, float], seconds: float
-) -> dict[str, Any]:
+@contextlib.contextmanager
+def _run_folder(job: Job, resume: Path | None) -> Iterator[Path]:
+    """Where the run goes; a folder that was numbered for a call which turns out to be wrong is taken back."""
+    given = resume or job.options.run_dir
+    if given is not None:
+        yield given
+        return
+    made = RunFolder.create(runs_root(), job.recipe.name).path
+    try:
+        yield made
+    except UsageError:
+        if not (made / "run.json").exists():
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def _summary(job: Job, trainer: Trainer, history: History, test: Mapping[str, float], seconds: float) -> dict[str, Any]:
     return {
         "status": "done",
         "recipe": job.recipe.name,
@@ -111,9 +128,9 @@ def _summary(
 def _print_summary(summary: Mapping[str, Any]) -> None:
     say(f"trained {summary['recipe']} · {summary['epochs']} epochs · {format_seconds(summary['seconds'])} in all")
     if summary["metrics"]:
-        say(f"  last   {format_metrics(summary['metrics'])}")
+        say(f"  last   {format_measures(summary['metrics'])}")
     if summary["test"]:
-        say(f"  test   {format_metrics(summary['test'])}")
+        say(f"  test   {format_measures(summary['test'])}")
     say(f"  bill   {format_bill(summary['bill'])}")
     say(f"  digest {summary['digest']}")
     say(f"  run    {summary['run_dir']} (manyhands explain {summary['run_dir']})")

@@ -99,8 +99,7 @@ class EventLog:
             lines = [_encode("events_dropped", {"count": lost - self._dropped_told}), *lines]
         try:
             # Opened for each batch: a folder that comes back (a mount, a freed quota) is used again.
-            with self._path.open("a+b", buffering=0) as file:
-                _append_lines(file.fileno(), b"".join(lines))
+            _append_lines(self._path, b"".join(lines))
         except OSError as error:
             self._last_error = error
             with self._wake:
@@ -110,18 +109,22 @@ class EventLog:
             self._dropped_told = lost
 
 
-def _append_lines(descriptor: int, content: bytes) -> None:
+def _append_lines(path: Path, content: bytes) -> None:
     """Append all of ``content`` on lines of its own, or raise and leave the file as long as it was."""
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        content = b"\n" + content  # the writer before us died in the middle of a line
-    view = memoryview(content)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        while view:
-            view = view[os.write(descriptor, view) :]
-    except OSError:
-        os.ftruncate(descriptor, size)
-        raise
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            content = b"\n" + content  # the writer before us died in the middle of a line
+        view = memoryview(content)
+        try:
+            while view:
+                view = view[os.write(descriptor, view) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from manyhands.data.adapt import adapt
 from manyhands.data.source import SelectedSource
 from manyhands.errors import MissingExtra, UsageError
 from manyhands.train.callbacks import Callback, State
-from manyhands.train.digest import digest
+from manyhands.train.export import digest
 from manyhands.train.trainer import Trainer
 
 __all__ = ["Measurement", "Plan", "Workload", "choose_lanes", "cores", "measure", "plot"]
@@ -126,6 +126,7 @@ def _measure_one(
         batch_size=workload.batch_size,
         lanes=plan.lanes,
         callbacks=[stopwatch],
+        run_dir=False,
         progress="quiet",
     )
     latencies_ms = _latencies_ms(workload, plan, data, sync, workers)
@@ -154,6 +155,7 @@ def _latencies_ms(workload: Workload, plan: Plan, data: SelectedSource, sync: st
         batch_size=workload.batch_size,
         lanes=plan.lanes,
         callbacks=[watch],
+        run_dir=False,
         progress="quiet",
     )
     return watch.latencies_ms
@@ -229,7 +231,9 @@ def plot(measurements: Sequence[Measurement], path: Path) -> None:
     below = np.zeros(len(measurements))
     for phase in dict.fromkeys(phase for row in measurements for phase in row.bill):
         totals = [sum(row.bill.values()) or 1.0 for row in measurements]
-        shares = np.array([100 * row.bill.get(phase, 0.0) / total for row, total in zip(measurements, totals, strict=True)])
+        shares = np.array(
+            [100 * row.bill.get(phase, 0.0) / total for row, total in zip(measurements, totals, strict=True)]
+        )
         right.bar(names, shares, bottom=below, label=phase)
         below += shares
     right.set(ylabel="share of worker time (%)")

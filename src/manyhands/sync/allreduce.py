@@ -46,11 +46,13 @@ class Stepper:
         applier: Applier | None,
         rows: Callable[[int], Sequence[int]],
         *,
+        hyper: Callable[[int], np.ndarray] | None = None,
         skip_bad: bool = False,
         spin_s: float = 0.0,
     ) -> None:
-        """``rows(step)`` tells how many rows each lane has in a step."""
+        """``rows(step)`` tells how many rows each lane has in a step, ``hyper(step)`` the optimizer's numbers."""
         self._arena, self._control, self._slot, self._applier, self._rows = arena, arena.control, slot, applier, rows
+        self._hyper = hyper or (lambda step: arena.hyper[step % arena.spec.ring])
         self._skip_bad = skip_bad
         self._spin_s = spin_s
         self._words = arena.control.slot(slot)
@@ -111,8 +113,9 @@ class Stepper:
             self._control.bell.ring()
 
     # -- the step -------------------------------------------------------------------------------------------
-    def turn(self) -> Literal["step", "message"]:
-        """Wait for something to do: a step to take part in, or a message. Raises Stopped at the end."""
+    def turn(self, end: int | None = None) -> Literal["step", "message", "over"]:
+        """Wait for something to do: a step to take part in, or a message; "over" once ``end`` steps are committed.
+        Raises Stopped at the end of the run."""
         control = self._control
         self.enter("idle")
         while True:
@@ -124,6 +127,8 @@ class Stepper:
                 self.enter("message")
                 return "message"
             steps, self.plan = control.committed
+            if end is not None and steps >= end:
+                return "over"
             self._refresh()
             leads = control.leader(self.plan) == self._slot
             if steps < control.horizon:
@@ -222,7 +227,7 @@ class Stepper:
         todo = mine[control.unit_done[mine] != stamp]
         if todo.size:
             self.enter("reduce")
-            applier.set_hyper(self._arena.hyper[self.step % self._arena.spec.ring])
+            applier.set_hyper(self._hyper(self.step))
             for run in applier.batches(todo.tolist()):
                 applier.apply(run, lanes, self.step, norm)
                 self._words[_BEAT] += 1

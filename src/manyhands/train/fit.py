@@ -18,6 +18,7 @@ from manyhands.core.order import epoch_order, order_digest
 from manyhands.data.source import Source
 from manyhands.errors import CheckpointMismatch, ManyhandsError
 from manyhands.observe.events import EventLog
+from manyhands.train import architecture
 from manyhands.train.callbacks import CallbackList, State, wants_steps
 from manyhands.train.checkpoint import BackgroundSaver, Checkpoint, CheckpointStore
 from manyhands.train.evaluation import add_up
@@ -29,6 +30,7 @@ from manyhands.train.progress import Progress
 from manyhands.train.run_folder import RunFolder
 from manyhands.train.schedule import Course, Schedule
 from manyhands.train.session import Session
+from manyhands.train.state import ModelState
 
 __all__ = ["Fit", "Saving"]
 
@@ -55,6 +57,7 @@ class Fit:
 
     model: nn.Module
     session: Session
+    memory: ModelState
     job: Job
     course: Course
     schedule: Schedule
@@ -83,13 +86,14 @@ class Fit:
     _rate: float = 0.0
     _rate_mark: tuple[float, int] = (0.0, 0)
     _begun: float = 0.0
-    _state: State | None = None
+    _architecture: dict[str, Any] | None = None
 
     # -- preparation ----------------------------------------------------------------------------------------
     def prepare(self, checkpoint: Checkpoint | None) -> None:
         """Open the run's files and go to where a checkpoint stopped."""
         self._sums = np.zeros(2 + sum(metric.width for metric in self.job.metrics))
         self.lock_step = wants_steps(self.callbacks)
+        self._architecture = architecture.describe(self.model) if self.folder is not None else None
         if self.folder is not None:
             self._ledger_file = LedgerFile(self.folder.ledger)
             self.ledger = self._ledger_file.load()
@@ -111,7 +115,7 @@ class Fit:
                 f"the checkpoint of step {checkpoint.step} belongs to another course of training: {'; '.join(wrong)}. "
                 "Resume with the same data, batch size, lanes and seed, or start a new run."
             )
-        self.session.state.load(checkpoint.tensors)
+        self.memory.load(checkpoint.tensors)
         self.start_step = checkpoint.step
         known = History.from_dict(meta["history"])
         self.history.__dict__.update(known.__dict__)
@@ -126,7 +130,7 @@ class Fit:
     def run(self) -> History:
         """Train to the last epoch, or until somebody asks to stop."""
         self._begun = self._last_save = time.monotonic()
-        state = self._state = State(
+        state = State(
             controls=self, epochs=self.epochs, steps_per_epoch=self.course.steps_per_epoch, history=self.history
         )
         state.step = self.start_step
@@ -295,7 +299,7 @@ class Fit:
         horizon = self.session.control.horizon
         step = self.session.hold()
         self._consume()
-        tensors, meta = self.session.state.snapshot(), self._meta()
+        tensors, meta = self.memory.snapshot(), self._meta()
         if step < horizon:
             self.session.allow(horizon)
         self._last_save, self._last_save_step = time.monotonic(), step
@@ -317,6 +321,7 @@ class Fit:
             "sums": self._sums.tolist(),
             "schedule": self.schedule.state(),
             "callbacks": self.callbacks.state_dict(),
+            "architecture": self._architecture,
         }  # fmt: skip
 
     def _saving_failed(self, error: Exception) -> None:
@@ -339,7 +344,7 @@ class Fit:
     # -- what callbacks may ask -----------------------------------------------------------------------------
     def current_model(self) -> nn.Module:
         """The caller's model with the weights of the last committed step."""
-        self.session.state.copy_out(self.model)
+        self.memory.copy_out(self.model)
         return self.model
 
     def get_lr(self) -> list[float]:

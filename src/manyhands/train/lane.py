@@ -20,11 +20,12 @@ from torch import nn
 from manyhands.comm.arena import Arena
 from manyhands.core.order import stream_seed
 from manyhands.data.source import Source, call_model
-from manyhands.errors import ModelError, NotFinite
+from manyhands.errors import NotFinite
 from manyhands.sync.allreduce import Stepper
 from manyhands.sync.clip import Clip
 from manyhands.sync.optimizer_state import Template
 from manyhands.train.metrics import Metric
+from manyhands.train.replica import Replica
 from manyhands.train.schedule import Course
 
 __all__ = ["Job", "LaneRunner", "set_seed"]
@@ -71,38 +72,7 @@ class LaneRunner:
         assert job.course is not None
         self._arena, self._job, self._stepper, self._course = arena, job, stepper, job.course
         self._source = job.source
-        self._agreed = arena.buffers()
-        self._lane_buffers = [arena.buffers(lane) for lane in range(arena.spec.lanes)]
-        self._gradients = [arena.gradients(lane) for lane in range(arena.spec.lanes)]
-        self._targets: list[torch.Tensor] = []
-        self._written = bytearray(len(arena.spec.parameters))
-        self._holders = _buffer_holders(job.model, [entry.name for entry in arena.spec.buffers])
-        self._watch_gradients()
-
-    def _watch_gradients(self) -> None:
-        """Move every gradient to its place the moment autograd has it."""
-        position = {entry.name: index for index, entry in enumerate(self._arena.spec.parameters)}
-        for name, parameter in self._job.model.named_parameters():
-            index = position.get(name)
-            if index is not None:
-                parameter.register_post_accumulate_grad_hook(self._collector(index))
-            elif parameter.requires_grad:  # the optimizer does not hold it: nobody will use the gradient
-                parameter.requires_grad_(False)
-
-    def _collector(self, index: int) -> Callable[[torch.Tensor], None]:
-        def collect(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            if self._written[index]:
-                self._targets[index].add_(gradient)
-            else:
-                self._targets[index].copy_(gradient)
-                self._written[index] = 1
-            parameter.grad = None
-
-        return collect
+        self._replica = Replica(arena, job.model)
 
     def run(self, lane: int) -> None:
         """Compute the lane in the stepper's step and stamp it."""
@@ -110,17 +80,12 @@ class LaneRunner:
         stepper.begin_lane(lane)
         positions = self._course.positions(self._arena.order, step, lane)
         total = self._course.batch_rows(step)
-        self._targets = self._gradients[lane]
-        self._written[:] = bytes(len(self._written))
-        for buffer, agreed in zip(self._buffers(), self._agreed, strict=True):
-            buffer.copy_(agreed)
+        self._replica.begin(lane)
         stats = [0.0] * self._arena.spec.stats
         pieces = np.array_split(positions, min(self._job.accumulate, len(positions)))
         for number, rows in enumerate(pieces):
             self._run_piece(step, lane, number, rows, total, stats)
-        self._fill_missing(lane)
-        for buffer, kept in zip(self._buffers(), self._lane_buffers[lane] if self._agreed else (), strict=True):
-            kept.copy_(buffer)
+        self._replica.end(lane)
         self._arena.stats[step % self._arena.spec.ring, lane] = stats
         bad = not math.isfinite(stats[1])
         if bad and self._job.nan == "stop":
@@ -137,12 +102,7 @@ class LaneRunner:
         with job.autocast():
             output = call_model(job.model, inputs)
             loss = job.loss(output, target)
-        if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
-            received = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-            raise ModelError(f"the loss returned {received}; valid is a scalar tensor, the mean over the batch")
-        # Weighted here, the lanes need only be added up: the sum is the gradient of the mean over the global batch.
-        weight = len(rows) / total
-        (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        self._replica.backward(loss, len(rows) / total)
         stats[0] += len(rows)
         stats[1] += float(loss.detach()) * len(rows)
         at = 2
@@ -151,19 +111,6 @@ class LaneRunner:
                 for offset, value in enumerate(metric.update(_detached(output), target)):
                     stats[at + offset] += float(value)
                 at += metric.width
-
-    def _fill_missing(self, lane: int) -> None:
-        present = self._arena.present[lane]
-        if 0 not in self._written:
-            present[:] = 1
-            return
-        for index, written in enumerate(self._written):
-            present[index] = written
-            if not written:
-                self._targets[index].zero_()
-
-    def _buffers(self) -> list[torch.Tensor]:
-        return [holder._buffers[name] for holder, name in self._holders]  # type: ignore[misc]
 
     def _not_finite(self, step: int, lane: int, positions: np.ndarray) -> NotFinite:
         """The error that names the samples whose loss is not finite."""
@@ -191,11 +138,3 @@ class LaneRunner:
 def _detached(output: Any) -> Any:
     return output.detach() if isinstance(output, torch.Tensor) else output
 
-
-def _buffer_holders(model: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
-    """Module and attribute of each buffer: looked up anew each time, because a module may replace its buffer."""
-    holders = []
-    for name in names:
-        path, _, attribute = name.rpartition(".")
-        holders.append((model.get_submodule(path), attribute))
-    return holders

@@ -166,6 +166,11 @@ class RunFolder:
             near = [run.path.name for run in list_runs(folder.path.parent)]
             there = f" There is: {', '.join(near[-10:])}." if near else ""
             raise UsageError(f"there is no run folder {folder.path}.{there}")
+        if folder.path.is_file():
+            raise UsageError(
+                f"{folder.path} is a file; valid is the folder of a run, such as runs/0001-name. A pickle, as "
+                f"torch.save writes it, is never loaded, because that can run any code."
+            )
         if not (folder.path / "run.json").exists() and not folder.checkpoints.is_dir():
             raise UsageError(
                 f"{folder.path} is not a run folder: it has neither run.json nor checkpoints/. "

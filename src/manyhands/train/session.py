@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from torch import nn
 
 from manyhands.comm import ship
+from manyhands.comm.arena import Arena
 from manyhands.core.membership import Membership
 from manyhands.core.placement import place_lanes, place_units
 from manyhands.data.source import Source
@@ -29,7 +28,7 @@ from manyhands.train.stack import StackFile
 from manyhands.train.state import ModelState
 from manyhands.train.supervisor import Limits, Supervisor
 
-__all__ = ["Session"]
+__all__ = ["Session", "infer_alone", "remote_error"]
 
 _POLL_S = 0.1
 
@@ -39,26 +38,26 @@ class Session:
 
     def __init__(
         self,
-        state: ModelState,
-        job: Job,
+        arena: Arena,
+        job: object,
         workers: int,
         on_event: Callable[[str, dict[str, Any]], None],
         limits: Limits | None = None,
+        places: Mapping[int, ship.Place] | None = None,
     ) -> None:
-        self.state, self.arena, self.control = state, state.arena, state.arena.control
-        self._job = job
-        self._heard: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
-        self._on_event = on_event
+        """``places``: where tensors of the job lie in the arena already."""
+        self.arena, self.control = arena, arena.control
+        self.heard: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         self._tasks = 0
-        self._spec = msgspec.to_builtins(state.arena.spec)
-        self._parcel = ship.pack(job, "the model, loss, metric or data set", state.places)
+        self._spec = msgspec.to_builtins(arena.spec)
+        self._parcel = ship.pack(job, "the model, loss, metric or data set", places)
         self.supervisor = Supervisor(
-            arena=state.arena,
-            membership=Membership(target=workers, slots=state.arena.spec.slots),
+            arena=arena,
+            membership=Membership(target=workers, slots=arena.spec.slots),
             setup=self._set_up,
             on_event=on_event,
             on_message=self._hear,
-            on_leave=lambda slot: self._heard.put((slot, None)),
+            on_leave=lambda slot: self.heard.put((slot, None)),
             limits=limits or Limits(),
         )
 
@@ -79,9 +78,9 @@ class Session:
 
     def _hear(self, slot: int, message: Message) -> None:
         if message.kind == "failed":
-            self.supervisor.fail(_remote_error(slot, message))
+            self.supervisor.fail(remote_error(slot, message))
         else:
-            self._heard.put((slot, message))
+            self.heard.put((slot, message))
 
     def start(self, step: int, timeout_s: float = 180.0) -> None:
         """Start the workers and make the first plan; returns when all of them are ready."""
@@ -152,9 +151,9 @@ class Session:
     def infer(self, kind: str, source: Source, batch: int) -> list[dict[str, Any]]:
         """Run ``evaluate`` or ``predict`` over all rows; the workers must be at the horizon or idle."""
         self._tasks += 1
-        while not self._heard.empty():
-            self._heard.get()
-        return Dispatch(self.supervisor, source, batch, kind, self._heard, self.check, self._tasks).run()
+        while not self.heard.empty():
+            self.heard.get()
+        return Dispatch(self.supervisor, source, batch, kind, self.heard, self.check, self._tasks).run()
 
     def bill(self) -> dict[str, float]:
         """Seconds that the workers spent with data, compute, waiting, and reducing."""
@@ -172,7 +171,7 @@ class Session:
         return count
 
 
-def _remote_error(slot: int, message: Message) -> BaseException:
+def remote_error(slot: int, message: Message) -> BaseException:
     """The worker's exception, as it was raised, with the place in notes."""
     body = message.body
     error = ship.load_exception(body["error"])
@@ -186,14 +185,9 @@ def _remote_error(slot: int, message: Message) -> BaseException:
     return error
 
 
-def describe(job: Job) -> dict[str, Any]:
-    """The settings of a job for run.json."""
-    return {"seed": job.seed, "threads": job.threads, "precision": job.precision, "course": asdict(job.course) if job.course else None}
-
-
 def infer_alone(model: nn.Module, job: Job, workers: int, kind: str, source: Source, batch: int) -> list[dict[str, Any]]:
     """Evaluate or predict with workers of its own."""
     state = ModelState(model, None, lanes=1, samples=0, stats=1, ring=1)
-    with torch.no_grad(), Session(state, job, workers, lambda *_: None) as session:
+    with Session(state.arena, job, workers, lambda *_: None, places=state.places) as session:
         session.start(0)
         return session.infer(kind, source, batch)

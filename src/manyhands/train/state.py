@@ -18,7 +18,7 @@ from manyhands.sync.apply import cut_units
 from manyhands.sync.optimizer_state import StateLayout, Template, layout_of, template_of
 from manyhands.sync.undo import BATCH_UNITS, undo_capacity
 
-__all__ = ["ModelState", "check_model"]
+__all__ = ["ModelState", "check_model", "differences", "mismatch"]
 
 _SLOTS = 64
 
@@ -148,11 +148,8 @@ class ModelState:
         """Take the state of a checkpoint; refuses one of another model before anything is changed."""
         ours = {f"model/{name}": tensor for name, tensor in self._model_tensors().items()}
         theirs = {name: tensor for name, tensor in tensors.items() if name.startswith("model/")}
-        if problems := _differences(ours, theirs):
-            raise CheckpointMismatch(
-                f"the checkpoint is of another model: {'; '.join(problems[:8])}{' …' if len(problems) > 8 else ''}. "
-                "Resume with the model that wrote it, or start a new run."
-            )
+        if problems := differences(ours, theirs):
+            raise mismatch(problems, "resume with the model that wrote it, or start a new run")
         for name, tensor in ours.items():
             tensor.copy_(theirs[name])
         state: dict[str, dict[str, Any]] = {}
@@ -192,7 +189,8 @@ def _without(optimizer: torch.optim.Optimizer, excluded: set[int]) -> torch.opti
     return slim
 
 
-def _differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
+def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
+    """Which tensors of two models have other names, shapes or types."""
     problems = [f"{n.removeprefix('model/')} is missing" for n in ours if n not in theirs]
     problems += [f"{n.removeprefix('model/')} is not in this model" for n in theirs if n not in ours]
     for name, tensor in ours.items():
@@ -203,3 +201,9 @@ def _differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Te
                 f"{tuple(tensor.shape)} {tensor.dtype} here"
             )
     return problems
+
+
+def mismatch(problems: list[str], advice: str) -> CheckpointMismatch:
+    """The error that lists which tensors differ."""
+    shown = "; ".join(problems[:8]) + (" …" if len(problems) > 8 else "")
+    return CheckpointMismatch(f"the checkpoint is of another model: {shown}. What to do: {advice}.")

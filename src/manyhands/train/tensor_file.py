@@ -1,8 +1,7 @@
 """Tensor files: the safetensors format, streamed to and from the disk with a checksum in the same pass.
 
 The format is written here and not by its library because hashing the bytes on their way to the disk costs less
-processor time than hashing the finished file, and because the library offers no way to write without holding the
-interpreter: training goes on, on the same cores, while a checkpoint is written.
+processor time than hashing the finished file: training goes on, on the same cores, while a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -161,6 +160,8 @@ def _parse(path: Path, content: Tensor) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     try:
         start = 8 + int.from_bytes(_bytes_of(content[:8]), "little")
+        if start > len(content):
+            raise ValueError("its header is longer than the file")
         header = json.loads(bytes(_bytes_of(content[8:start])))
         header.pop("__metadata__", None)
         for name, described in header.items():

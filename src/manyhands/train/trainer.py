@@ -264,9 +264,11 @@ class Trainer:
         job = self._job(source=adapted.source, template=state.template, clips=self._clips, course=course)
         self.history = History()
         events: list[Any] = []
-        session = Session(state, job, self._workers[1], lambda *event: events[0](*event), self._limits)
+        session = Session(
+            state.arena, job, self._workers[1], lambda *event: events[0](*event), self._limits, state.places
+        )
         fit = Fit(
-            model=self.model, session=session, job=job, course=course, schedule=schedule, epochs=epochs,
+            model=self.model, session=session, memory=state, job=job, course=course, schedule=schedule, epochs=epochs,
             shuffle=adapted.shuffle if shuffle is None else shuffle,
             validation=None if checked is None else checked.source, validation_batch=_INFERENCE_BATCH,
             callbacks=callbacks, history=self.history, progress=view, saving=saving, folder=folder,

@@ -21,6 +21,7 @@ from manyhands.sync.allreduce import Stepper, Stopped
 from manyhands.sync.apply import Applier
 from manyhands.train.evaluation import evaluate_batch, predict_batch
 from manyhands.train.lane import Job, LaneRunner
+from manyhands.train.own_loop import Hand, LaunchJob
 from manyhands.train.stack import answer_with_stack
 
 __all__ = ["main", "worker_slot"]
@@ -41,51 +42,70 @@ def main(channel: Channel) -> None:
     if message is None or message.kind != "setup":
         return
     _slot = message.body["slot"]
+    where: dict[str, Any] = {"phase": "set-up"}
     try:
-        worker = Worker(channel, message)
-    except Exception as error:
-        _report(channel, error, {"phase": "set-up"})
-        _park(channel)
+        arena, job = _unpack(message)
+        if isinstance(job, LaunchJob):
+            where["phase"] = "launch"
+            _own_loop(channel, arena, job, message.body["slot"])
+        else:
+            Worker(channel, arena, job, message.body["slot"]).work()
+    except (Stopped, ChannelClosed):
         return
-    channel.send("ready")
-    with contextlib.suppress(Stopped, ChannelClosed):
-        worker.work()
+    except Exception as error:
+        _fail(channel, error, where)
 
 
-def _report(channel: Channel, error: BaseException, where: dict[str, Any]) -> None:
-    text = "".join(traceback.format_exception(error))
-    channel.send("failed", {"error": ship.pack_exception(error), "text": text, **where})
+def _unpack(message: Message) -> tuple[Arena | None, Job | LaunchJob]:
+    """The arena (None for the process that finds out what it must hold) and the job."""
+    body, fds = message.body, message.fds
+    answer_with_stack(fds[0])
+    spec = body["arena"]
+    arena = None if spec is None else Arena(msgspec.convert(spec, ArenaSpec, strict=False), fds[1])
+    rest = fds[1:] if arena is None else fds[2:]
+    own = Segment(rest[0], body["segment_bytes"], private=True) if rest else None
+    job = ship.unpack(body["code"], [] if arena is None else [arena.segment], own)
+    assert isinstance(job, (Job, LaunchJob))
+    torch.set_num_threads(job.threads)
+    return arena, job
+
+
+def _own_loop(channel: Channel, arena: Arena | None, job: LaunchJob, slot: int) -> None:
+    """Run the user's function; the caller gets what it returns."""
+    hand = Hand(channel, arena, job, slot)
+    result = job.function(hand, *job.arguments)
+    channel.send("result", {"value": ship.pack_value(result)})
+    _park(channel)
+
+
+def _fail(channel: Channel, error: BaseException, where: dict[str, Any]) -> None:
+    """Tell the caller, and wait to be ended: a worker whose code failed must not look like one that died."""
+    with contextlib.suppress(ChannelClosed):
+        text = "".join(traceback.format_exception(error))
+        channel.send("failed", {"error": ship.pack_exception(error), "text": text, **where})
+        _park(channel)
 
 
 def _park(channel: Channel) -> None:
-    """Wait to be ended: a worker whose code failed must not look like one that died."""
-    with contextlib.suppress(ChannelClosed):
-        while channel.receive(3600) is not None:
-            pass
+    while True:
+        if (message := channel.receive(3600)) is not None and message.kind == "leave":
+            return
 
 
 class Worker:
-    """One worker and what it was given."""
+    """One worker of a Trainer."""
 
-    def __init__(self, channel: Channel, message: Message) -> None:
-        body, fds = message.body, message.fds
-        self._channel = channel
-        self._slot: int = body["slot"]
-        answer_with_stack(fds[0])
-        arena = Arena(msgspec.convert(body["arena"], ArenaSpec, strict=False), fds[1])
-        own = Segment(fds[2], body["segment_bytes"], private=True) if len(fds) > 2 else None
-        job = ship.unpack(body["code"], [arena.segment], own)
+    def __init__(self, channel: Channel, arena: Arena | None, job: Job | LaunchJob, slot: int) -> None:
         assert isinstance(job, Job)
-        self._arena, self._job = arena, job
+        assert arena is not None
+        self._channel, self._arena, self._job, self._slot = channel, arena, job, slot
         self._sources: dict[int, Source] = {}
-        torch.set_num_threads(job.threads)
         job.model.train()
-        applier = None if job.template is None else Applier(arena, job.template, job.clips, self._slot)
+        applier = None if job.template is None else Applier(arena, job.template, job.clips, slot)
         rows = (lambda step: []) if job.course is None else job.course.lane_rows
-        self._stepper = Stepper(
-            arena, self._slot, applier, rows, skip_bad=job.nan == "skip", spin_s=job.spin_s
-        )
+        self._stepper = Stepper(arena, slot, applier, rows, skip_bad=job.nan == "skip", spin_s=job.spin_s)
         self._runner = None if job.course is None else LaneRunner(arena, job, self._stepper)
+        channel.send("ready")
 
     def work(self) -> None:
         """Take part in steps and answer messages until told to leave."""
@@ -98,7 +118,8 @@ class Worker:
             except Stopped:
                 raise
             except Exception as error:
-                self._fail(error)
+                _fail(self._channel, error, self._where())
+                raise Stopped from error
 
     def _step(self) -> None:
         assert self._runner is not None
@@ -108,14 +129,12 @@ class Worker:
             if self._stepper.finish():
                 return
 
-    def _fail(self, error: Exception) -> None:
+    def _where(self) -> dict[str, Any]:
         course, lane, step = self._job.course, self._arena.control.slot_value(self._slot, "lane"), self._stepper.step
         where: dict[str, Any] = {"phase": "step", "step": step, "lane": lane}
         if course is not None and lane >= 0:
             where["samples"] = course.positions(self._arena.order, step, lane).tolist()
-        _report(self._channel, error, where)
-        _park(self._channel)
-        raise Stopped
+        return where
 
     def _answer(self) -> None:
         while (message := self._channel.receive(0)) is not None:
@@ -129,8 +148,8 @@ class Worker:
                 except ChannelClosed:
                     raise
                 except Exception as error:
-                    _report(self._channel, error, {"phase": message.kind, "samples": message.body["rows"]})
-                    _park(self._channel)
+                    first, stop = message.body["rows"]
+                    _fail(self._channel, error, {"phase": message.kind, "samples": list(range(first, stop))})
                     raise Stopped from error
 
     def _take_source(self, message: Message) -> None:
@@ -149,13 +168,13 @@ class Worker:
         holders = dict(model.named_buffers())
         for entry, agreed in zip(self._arena.spec.buffers, self._arena.buffers(), strict=True):
             holders[entry.name].copy_(agreed)
+        run = evaluate_batch if message.kind == "evaluate" else predict_batch
         try:
             start, stop = body["rows"]
             for first in range(start, stop, body["batch"]):
                 self._stepper.enter("message")
                 rows = np.arange(first, min(first + body["batch"], stop), dtype=np.int64)
                 begun = time.perf_counter()
-                run = evaluate_batch if message.kind == "evaluate" else predict_batch
                 answer = run(job, source, rows)
                 answer |= {"task": body["task"], "first": first, "count": len(rows), "seconds": time.perf_counter() - begun}
                 self._channel.send("result", answer)

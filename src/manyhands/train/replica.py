@@ -1,0 +1,93 @@
+"""One worker's copy of the model: parameters in the arena, gradients and buffers moved to the lane's own place.
+
+Gradients go into the lane's buffer as autograd produces them, parameter by parameter, so that no second copy of
+all of them ever exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from manyhands.comm.arena import Arena
+from manyhands.errors import ModelError
+
+__all__ = ["Replica"]
+
+
+class Replica:
+    """A model whose trained parameters are views of the arena."""
+
+    def __init__(self, arena: Arena, model: nn.Module) -> None:
+        self._arena = arena
+        self._agreed = arena.buffers()
+        self._lane_buffers = [arena.buffers(lane) for lane in range(arena.spec.lanes)]
+        self._gradients = [arena.gradients(lane) for lane in range(arena.spec.lanes)]
+        self._targets: list[torch.Tensor] = []
+        self._written = bytearray(len(arena.spec.parameters))
+        self._holders = _buffer_holders(model, [entry.name for entry in arena.spec.buffers])
+        position = {entry.name: index for index, entry in enumerate(arena.spec.parameters)}
+        for name, parameter in model.named_parameters():
+            if name in position:
+                parameter.register_post_accumulate_grad_hook(self._collector(position[name]))
+            elif parameter.requires_grad:  # the optimizer does not hold it: nobody will use the gradient
+                parameter.requires_grad_(False)
+
+    def _collector(self, index: int) -> Callable[[torch.Tensor], None]:
+        def collect(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            if self._written[index]:
+                self._targets[index].add_(gradient)
+            else:
+                self._targets[index].copy_(gradient)
+                self._written[index] = 1
+            parameter.grad = None
+
+        return collect
+
+    def begin(self, lane: int) -> None:
+        """Gradients go to ``lane`` from now on; buffers start from the agreed ones."""
+        self._targets = self._gradients[lane]
+        self._written[:] = bytes(len(self._written))
+        for buffer, agreed in zip(self._buffers(), self._agreed, strict=True):
+            buffer.copy_(agreed)
+
+    def backward(self, loss: torch.Tensor, weight: float) -> None:
+        """Backward of a loss that is the mean over ``weight`` of the global batch.
+
+        Weighted here, the lanes need only be added up: their sum is the gradient of the mean over the whole batch.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
+            received = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+            raise ModelError(f"the loss returned {received}; valid is a scalar tensor, the mean over the batch")
+        (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+    def end(self, lane: int) -> None:
+        """The lane's gradient is complete: say which parameters have one, and keep the buffers."""
+        present = self._arena.present[lane]
+        if 0 not in self._written:
+            present[:] = 1
+        else:
+            for index, written in enumerate(self._written):
+                present[index] = written
+                if not written:
+                    self._targets[index].zero_()
+        for buffer, kept in zip(self._buffers(), self._lane_buffers[lane], strict=True):
+            kept.copy_(buffer)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [holder._buffers[name] for holder, name in self._holders]  # type: ignore[misc]
+
+
+def _buffer_holders(model: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
+    """Module and attribute of each buffer: looked up anew each time, because a module may replace its buffer."""
+    holders = []
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        holders.append((model.get_submodule(path), attribute))
+    return holders
