@@ -63,7 +63,7 @@ def _tell(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif isinstance(error, (ManyhandsError, CycloptsError)):
-        print_error(str(error))
+        print_error("\n".join([str(error), *getattr(error, "__notes__", [])]))
     else:
         traceback.print_exception(error)
 

@@ -10,6 +10,7 @@ ManyhandsError
 │   ├── WorkerCrashed                 workers die again and again without progress
 │   ├── RunLocked                     another live run holds the folder
 │   └── EngineError                   processes could not be started or reached
+│       └── ChannelClosed             the process at the other end is gone
 └── CheckpointError (RuntimeError)
     ├── CheckpointDamaged             bytes on disk are not the bytes that were written
     └── CheckpointMismatch            the checkpoint belongs to another model or data set
@@ -24,6 +25,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "ChannelClosed",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointMismatch",
@@ -63,6 +65,10 @@ class MissingExtra(UsageError):
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional package; install it with: pip install 'manyhands[{extra}]'")
+        self._what, self._extra = what, extra
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str]]:
+        return MissingExtra, (self._what, self._extra)
 
 
 class RunError(ManyhandsError, RuntimeError):
@@ -83,6 +89,10 @@ class RunLocked(RunError):
 
 class EngineError(RunError):
     """Processes could not be started or reached."""
+
+
+class ChannelClosed(EngineError):
+    """The process at the other end of a connection is gone."""
 
 
 class CheckpointError(ManyhandsError, RuntimeError):

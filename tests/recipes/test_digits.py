@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
 
+import pytest
 import torch
 from sklearn.datasets import load_digits
 
 from manyhands.recipes import Recipe, get
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Layers this small only lose by a second thread, and much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def train_plainly(recipe: Recipe, epochs: int) -> float:
@@ -42,11 +52,9 @@ def test_the_parts_are_the_data_set_cut_in_three() -> None:
         assert counts.max() - counts.min() <= 0.1 * counts.sum() / 10 + 2, "each part has its share of every digit"
 
 
-def test_the_cnn_reaches_98_percent_in_seconds() -> None:
-    started = time.process_time()
+def test_the_cnn_reaches_98_percent_in_half_its_epochs() -> None:
     recipe = get("digits-cnn")
-    assert train_plainly(recipe, recipe.epochs) >= 0.98
-    assert time.process_time() - started < 60
+    assert train_plainly(recipe, recipe.epochs // 2) >= 0.98
 
 
 def test_the_mlp_reaches_95_percent() -> None:

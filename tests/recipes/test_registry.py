@@ -121,7 +121,7 @@ def test_a_file_without_a_usable_recipe_says_so(tmp_path: Path, text: str, messa
 
 
 def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not exist; valid: a .py file"):
+    with pytest.raises(UsageError, match=r"does not exist; valid: a \.py file"):
         get(tmp_path / "nowhere.py")
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(UsageError, match="is not a Python file"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -19,6 +19,10 @@ ROWS, FEATURES, CLASSES = 90, 6, 3
 _generator = torch.Generator().manual_seed(7)
 X = torch.randn(ROWS, FEATURES, generator=_generator)
 Y = (X[:, :CLASSES] + 0.3 * torch.randn(ROWS, CLASSES, generator=_generator)).argmax(1)
+
+# The first optimizer of a process makes torch import its compiler, which sets an environment variable: before a test.
+if mh.worker_slot() is None:
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
 
 QUIET: dict[str, Any] = {"run_dir": False, "progress": "quiet", "batch_size": 16}
 
@@ -43,7 +47,7 @@ def digest_of(*arguments: Any, **options: Any) -> str:
     return mh.digest(train(*arguments, **options)[0].model)
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """As many threads as a worker has: with more, a kernel may add in another order."""
     before = torch.get_num_threads()
@@ -84,11 +88,14 @@ def plain_loop(
 
 
 def worker_processes() -> list[int]:
-    """The workers that run now: the children of the zygote."""
+    """The workers that run now: the children of the zygote, without those that are dead and not yet collected."""
     pid = local.zygote_pid()
     if pid is None:
         return []
-    try:
-        return [child.pid for child in psutil.Process(pid).children()]
-    except psutil.NoSuchProcess:
-        return []
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    found.append(child.pid)
+    return found

@@ -142,15 +142,9 @@ def test_a_view_that_cannot_be_written_does_not_end_the_run(target: str, tmp_pat
     else:
         writer = os.open(target, os.O_WRONLY)
     environment = {**os.environ, "MANYHANDS_WARM": "0"}
-    subprocess.run(
-        [sys.executable, "-c", script],
-        input=b"\n",
-        stdout=writer,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-c", script]
+    quiet = subprocess.DEVNULL
+    subprocess.run(command, input=b"\n", stdout=writer, stderr=quiet, env=environment, timeout=60, check=False)
     os.close(writer)
     assert (tmp_path / "reached").exists()
 

@@ -132,7 +132,9 @@ class Arena:
         self.control = Control(shape, self.segment, self._places["control"])
         self.scalars = self._array("scalars", (len(spec.units), len(spec.scalars)), np.float64)
         self.norms = self._array("norms", (len(spec.units),), np.float64)
-        self.undo_scalars = self._array("undo_scalars", (spec.slots, spec.undo_units, len(spec.scalars) + 1), np.float64)
+        self.undo_scalars = self._array(
+            "undo_scalars", (spec.slots, spec.undo_units, len(spec.scalars) + 1), np.float64
+        )
         self.present = self._array("present", (spec.lanes, max(len(spec.parameters), 1)), np.uint8)
         self.stats = self._array("stats", (spec.ring, spec.lanes, spec.stats), np.float64)
         self.hyper = self._array("hyper", (spec.ring, spec.hyper), np.float64)

@@ -46,7 +46,13 @@ class Bell:
             self._word.value = (self._word.value + 1) & 0xFFFFFFFF
             return
         self._syscall(
-            self._number, self._address, _WAKE_OP, _EVERYBODY, ctypes.c_void_p(0), self._address, ctypes.c_uint32(_ADD_ONE)
+            self._number,
+            self._address,
+            _WAKE_OP,
+            _EVERYBODY,
+            ctypes.c_void_p(0),
+            self._address,
+            ctypes.c_uint32(_ADD_ONE),
         )
 
     def wait(self, count: int, timeout_s: float) -> None:

@@ -181,7 +181,7 @@ class Control:
     # -- slots ----------------------------------------------------------------------------------------------
     def slot(self, slot: int) -> memoryview:
         """The words of a slot, in the order of SLOT_FIELDS."""
-        return memoryview(self._slots[slot])  # type: ignore[arg-type]
+        return memoryview(self._slots[slot])
 
     def slot_value(self, slot: int, field: str) -> int:
         """One word of a slot."""

@@ -76,7 +76,8 @@ def _placed_parameter(data: torch.Tensor, requires_grad: bool, attributes: dict[
 
 def _shared_array(offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     raw = _opened[-1].bytes(offset, int(np.prod(shape)) * np.dtype(dtype).itemsize)
-    return raw.numpy().view(np.dtype(dtype)).reshape(shape)
+    array: np.ndarray = raw.numpy().view(np.dtype(dtype)).reshape(shape)
+    return array
 
 
 def _file_array(path: str, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -167,7 +168,7 @@ def pack(obj: object, what: str, places: Mapping[int, Place] | None = None) -> P
         culprit = _find_culprit(obj)
         raise UsageError(
             f"{what} cannot be sent to a worker: {culprit or error}. "
-            "Everything it refers to must be picklable; open files, locks, sockets and generators inside the worker instead."
+            "Everything it refers to must be picklable; open files, locks and sockets inside the worker instead."
         ) from error
     segment = None
     if packer.pieces:

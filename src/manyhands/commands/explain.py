@@ -55,7 +55,7 @@ def overview_lines(overview: Overview) -> list[str]:
         f"  {record['model']} · {record['parameters']:,} parameters · {record['optimizer']} · loss {record['loss']}",
         f"  {record['samples']:,} samples × {record['epochs']} epochs · batch {record['batch_size']} global in "
         f"{record['lanes']} lanes · seed {record['seed']}",
-        f"  {workers} workers × {record['threads']} threads · sync {record['sync']}",
+        f"  {workers} workers, intra-op threads {record['threads']} · sync {record['sync']}",
     ]
     recipe = record.get("recipe")
     if isinstance(recipe, dict) and recipe.get("settings"):

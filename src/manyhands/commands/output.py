@@ -59,9 +59,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         table.add_column(column, justify="right" if column in right else "left", no_wrap=column != columns[-1])
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    console = Console(highlight=False)
-    # Piped output has no width of its own; lines must not be cut for a terminal that is not there.
-    console.print(table, width=None if console.is_terminal else 200)
+    # Piped output has no width of its own; lines must not be folded for a terminal that is not there.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 240).print(table)
 
 
 def format_seconds(seconds: float) -> str:
@@ -80,9 +79,8 @@ def format_time(unix_s: float) -> str:
 
 
 def format_measures(measures: Mapping[str, float | None]) -> str:
-    """The last values of a history; the seconds of the epoch are no measure of the model."""
-    shown = {name: value for name, value in measures.items() if value is not None and name != "seconds"}
-    return format_metrics(shown)
+    """The last values of a history, as JSON keeps them: null is not a number."""
+    return format_metrics({name: value for name, value in measures.items() if value is not None})
 
 
 def format_bill(bill: Mapping[str, float]) -> str:

@@ -46,7 +46,9 @@ class Overview:
     @property
     def measures(self) -> dict[str, float | None]:
         """The last value of each metric."""
-        return {name: values[-1] for name, values in self.record.get("history", {}).items() if values}
+        return {
+            name: values[-1] for name, values in self.record.get("history", {}).items() if values and name != "seconds"
+        }
 
     @property
     def bill(self) -> Mapping[str, float]:
@@ -110,6 +112,7 @@ def _holder_lives(lock: Path) -> bool:
     """Whether the process that wrote the lock file is still there; on another machine nobody can tell, so it counts."""
     try:
         holder = json.loads(lock.read_bytes())
-        return holder["host"] != socket.gethostname() or psutil.pid_exists(int(holder["pid"]))
+        is_elsewhere: bool = holder["host"] != socket.gethostname()
+        return is_elsewhere or psutil.pid_exists(int(holder["pid"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False

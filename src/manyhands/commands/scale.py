@@ -21,8 +21,9 @@ from manyhands.recipes import get, with_settings
 
 __all__ = ["scale"]
 
-COLUMNS = ("sync", "workers", "speed-up", "samples/s", "step p50", "step p95", "bill")
+COLUMNS = ("sync", "workers", "speed-up", "samples/s", "(range)", "step p50", "step p95", "bill")
 NUMBERS = COLUMNS[1:-1]
+LATENCY_NOTE = "step p50, p95: in a run of its own, one step at a time with the caller waiting for it"
 
 
 def scale(
@@ -34,6 +35,7 @@ def scale(
     layout: str = "whole",
     engine: str = "local",
     steps: int = 200,
+    repeats: int = 3,
     batch_size: int | None = None,
     lanes: int | None = None,
     seed: int = 0,
@@ -57,6 +59,8 @@ def scale(
         Where processes come from.
     steps
         Steps to time at each count.
+    repeats
+        How often; the table has the median and the range.
     batch_size
         The global batch.
     lanes
@@ -74,6 +78,7 @@ def scale(
         syncs=_syncs(sync),
         lanes=lanes or choose_lanes(counts, job.batch_size),
         steps=steps,
+        repeats=repeats,
         layout=layout,
         engine=engine,
         seed=seed,
@@ -82,11 +87,7 @@ def scale(
         raise UsageError(f"--plot {plot_file}: the folder does not exist; valid: a file name in a folder that does.")
     if not output.quiet:
         _print_header(job.name, job.batch_size, plan)
-    rows: list[Measurement] = []
-    for row in measure(job, plan):
-        rows.append(row)
-        if not output.quiet:
-            say(f"measured {row.sync} with {row.workers}: {row.samples_per_s:,.0f} samples/s")
+    rows = measure(job, plan) if output.quiet else measure(job, plan, say)
     if plot_file is not None:
         plot(rows, plot_file)
     if not output.quiet:
@@ -104,9 +105,12 @@ def _syncs(text: str) -> list[str]:
 
 
 def _print_header(name: str, batch_size: int, plan: Plan) -> None:
-    say(f"{name} · batch {batch_size} global in {plan.lanes} lanes at every count · {plan.steps} steps each")
+    say(
+        f"{name} · batch {batch_size} global in {plan.lanes} lanes at every count · "
+        f"{plan.repeats} × {plan.steps} steps each"
+    )
     if max(plan.workers) > cores():
-        say(f"note: {cores()} cores; {max(plan.workers)} workers share them, so more than {cores()} cannot be faster")
+        say(f"note: {max(plan.workers)} workers on {cores()} cores take turns; expect no gain beyond {cores()} workers")
 
 
 def _print_result(rows: list[Measurement], plot_file: Path | None) -> None:
@@ -116,6 +120,7 @@ def _print_result(rows: list[Measurement], plot_file: Path | None) -> None:
             str(row.workers),
             f"{row.speedup:.2f}×",
             f"{row.samples_per_s:,.0f}",
+            f"({row.samples_per_s_range[0]:,.0f} to {row.samples_per_s_range[1]:,.0f})",
             f"{row.latency_p50_ms:.2f} ms",
             f"{row.latency_p95_ms:.2f} ms",
             format_bill(row.bill),
@@ -124,6 +129,7 @@ def _print_result(rows: list[Measurement], plot_file: Path | None) -> None:
     ]
     say()
     print_table(COLUMNS, cells, right=NUMBERS)
+    say(LATENCY_NOTE)
     for sync in dict.fromkeys(row.sync for row in rows):
         same = len({row.digest for row in rows if row.sync == sync}) == 1
         say(f"weights after {sync}: {'identical' if same else 'not identical'} at every worker count")
@@ -133,10 +139,11 @@ def _print_result(rows: list[Measurement], plot_file: Path | None) -> None:
 
 def _result(name: str, plan: Plan, rows: list[Measurement]) -> dict[str, Any]:
     return {
-        "status": "done",
+        "status": "finished",
         "recipe": name,
         "lanes": plan.lanes,
         "cores": cores(),
+        "latency": LATENCY_NOTE,
         "oversubscribed": max(plan.workers) > cores(),
         "rows": [row.to_dict() for row in rows],
     }

@@ -111,11 +111,11 @@ def _run_folder(job: Job, resume: Path | None) -> Iterator[Path]:
 
 def _summary(job: Job, trainer: Trainer, history: History, test: Mapping[str, float], seconds: float) -> dict[str, Any]:
     return {
-        "status": "done",
+        "status": "finished",
         "recipe": job.recipe.name,
         "run_dir": str(trainer.run_dir),
         "epochs": len(history.epochs),
-        "metrics": {name: values[-1] for name, values in history.metrics.items() if values},
+        "metrics": {name: values[-1] for name, values in history.metrics.items() if values and name != "seconds"},
         "test": dict(test),
         "seconds": round(seconds, 3),
         "digest": digest(trainer.model),

@@ -24,7 +24,7 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """Hand the work of a dead process to the living ones, now."""
+    """Hand work whose owner is dead to the living ones, now; ``slot`` is why."""
 
     slot: int
 
@@ -69,7 +69,8 @@ class Membership:
     @property
     def active(self) -> list[int]:
         """Seats that can be given work."""
-        return sorted(slot for slot, status in self.status.items() if status == "active")
+        # The copy lets another thread read while this changes: taking it is one operation of the interpreter.
+        return sorted(slot for slot, status in list(self.status.items()) if status == "active")
 
     @property
     def seated(self) -> list[int]:
@@ -78,10 +79,14 @@ class Membership:
 
     def ready(self, slot: int) -> list[Action]:
         """The process of ``slot`` can work."""
-        if self.status.get(slot) != "starting":
+        status = self.status.get(slot)
+        if status == "leaving":  # it was told to go before it could listen
+            return [Release(slot)]
+        if status != "starting":
             return []
         self.status[slot] = "active"
-        return [Propose()]
+        # Work of the dead waits where nobody was alive to take it.
+        return [Repair(slot), Propose()]
 
     def died(self, slot: int, step: int, how: str) -> list[Action]:
         """The process of ``slot`` has ended (and can write nothing any more) while ``step`` was being worked on."""
@@ -92,7 +97,9 @@ class Membership:
             self._step, self._deaths = step, 0
         self._deaths += status != "leaving"
         if self._deaths >= self.deaths_per_step * max(self.target, 1):
-            return [GiveUp(f"{self._deaths} worker processes died in step {step} without finishing it; the last one {how}")]
+            return [
+                GiveUp(f"{self._deaths} worker processes died in step {step} without finishing it; the last one {how}")
+            ]
         repair: list[Action] = [Repair(slot)] if status != "starting" else []
         return repair + self._fill(prefer=slot)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from manyhands.errors import UsageError
 
-__all__ = ["epoch_order", "lane_slice", "order_digest", "steps_per_epoch", "stream_seed"]
+__all__ = ["epoch_order", "lane_seed", "lane_slice", "order_digest", "steps_per_epoch", "stream_seed"]
 
 
 def epoch_order(seed: int, epoch: int, samples: int, shuffle: bool = True) -> npt.NDArray[np.int64]:
@@ -59,3 +59,13 @@ def stream_seed(seed: int, *parts: int | str) -> int:
         text = str(part).encode()
         state.update(b"%s%d:" % (type(part).__name__[0].encode(), len(text)) + text)
     return int.from_bytes(state.digest(), "little") >> 1
+
+
+def lane_seed(stream: int, step: int, lane: int, piece: int = 0) -> int:
+    """The 63-bit seed of one lane of one step in ``stream`` (a ``stream_seed``): the same idea, cheap enough
+    for every lane. The constants are those of SplitMix64."""
+    mixed = stream + step * 0x9E3779B97F4A7C15 + lane * 0xD1B54A32D192ED03 + piece * 0x8CB92BA72F3D8DD7
+    mixed &= 0xFFFFFFFFFFFFFFFF
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return (mixed ^ mixed >> 31) >> 1

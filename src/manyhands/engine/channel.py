@@ -13,16 +13,12 @@ from typing import Any
 
 import msgspec
 
-from manyhands.errors import EngineError
+from manyhands.errors import ChannelClosed
 
-__all__ = ["Channel", "ChannelClosed", "Message"]
+__all__ = ["Channel", "Message"]
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 32
-
-
-class ChannelClosed(EngineError):
-    """The other end is gone."""
 
 
 @dataclass(slots=True)
@@ -51,7 +47,9 @@ class Channel:
         """For selectors."""
         return self._socket.fileno()
 
-    def send(self, kind: str, body: dict[str, Any] | None = None, fds: Sequence[int] = (), timeout_s: float = 30) -> None:
+    def send(
+        self, kind: str, body: dict[str, Any] | None = None, fds: Sequence[int] = (), timeout_s: float = 30
+    ) -> None:
         """Send one message. Raises ChannelClosed when nobody takes it within ``timeout_s``."""
         frame = msgspec.msgpack.encode((kind, body or {}))
         data = memoryview(_LENGTH.pack(len(frame)) + frame)

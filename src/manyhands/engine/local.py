@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 
-from manyhands.engine.channel import Channel, ChannelClosed
-from manyhands.errors import EngineError
+from manyhands.engine.channel import Channel
+from manyhands.errors import ChannelClosed, EngineError
 
 __all__ = ["Process", "shutdown", "spawn", "warm", "zygote_pid"]
 

@@ -18,7 +18,8 @@ import socket
 import sys
 from typing import NoReturn
 
-from manyhands.engine.channel import Channel, ChannelClosed, Message
+from manyhands.engine.channel import Channel, Message
+from manyhands.errors import ChannelClosed
 
 __all__ = ["main"]
 
@@ -41,11 +42,11 @@ def main(fd: int) -> None:
     statuses: dict[int, int] = {}
     try:
         while True:
-            ready, _, _ = select.select([channel, wake_read], [], [], 5.0)
+            ready, _, _ = select.select([channel.fileno(), wake_read], [], [], 5.0)
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
             _reap(children, statuses)
-            if channel in ready and (message := channel.receive(0)) is not None:
+            if channel.fileno() in ready and (message := channel.receive(0)) is not None:
                 _serve(channel, message, children, statuses)
     except ChannelClosed:
         pass

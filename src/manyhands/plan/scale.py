@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,14 +58,16 @@ class Plan:
     syncs: Sequence[str] = ("allreduce",)
     lanes: int
     steps: int = 200
-    """Timed steps at each count, rounded up to whole epochs; as many more to warm up, at most one epoch."""
+    """Timed steps of each repeat, rounded up to whole epochs; one epoch more to warm up."""
+    repeats: int = 3
     layout: str = "whole"
     engine: str = "local"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UsageError(f"--steps {self.steps}: valid: a whole number of at least 1.")
+        for name in ("steps", "repeats"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name} {getattr(self, name)}: valid: a whole number of at least 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,20 +77,35 @@ class Measurement:
     sync: str
     workers: int
     steps: int
-    seconds: float
+    """Timed steps of each repeat."""
     samples_per_s: float
+    """The median of the repeats."""
+    samples_per_s_range: tuple[float, float]
+    """The slowest and the fastest repeat."""
     speedup: float
-    """Against the first row."""
+    """Against the first row, by medians."""
     latency_p50_ms: float
     latency_p95_ms: float
-    """From the beginning of a step to its commit, as the caller sees it with one step at a time."""
+    """From the beginning of a step to its commit as the caller sees it, in a run of its own, one step at a time."""
     bill: Mapping[str, float]
-    """Seconds of all workers together, by phase."""
+    """Seconds of all workers together, by phase, over all repeats."""
     digest: str
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         return asdict(self)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Case:
+    """A sync and a worker count, with what its repeats gave."""
+
+    sync: str
+    workers: int
+    rates: list[float] = field(default_factory=list)
+    bill: Counter[str] = field(default_factory=Counter)
+    digest: str = ""
+    latencies_ms: list[float] = field(default_factory=list)
 
 
 def cores() -> int:
@@ -100,56 +119,61 @@ def choose_lanes(workers: Sequence[int], batch_size: int) -> int:
     return even if even <= min(MOST_LANES, batch_size) else max(workers)
 
 
-def measure(workload: Workload, plan: Plan) -> Iterator[Measurement]:
-    """A measurement for each sync and worker count, as soon as it is there."""
+def measure(workload: Workload, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> list[Measurement]:
+    """A measurement for each sync and worker count; ``tell`` hears of each repeat.
+
+    The cases take turns, so that a machine which is busy for a while harms them alike.
+    """
     adapted = adapt(workload.data().train)
     rows = min(len(adapted.source), plan.steps * workload.batch_size)
     data = SelectedSource(adapted.source, np.arange(rows))
-    first: float | None = None
-    for sync in plan.syncs:
-        for workers in plan.workers:
-            made = _measure_one(workload, plan, data, sync, workers, first)
-            first = first or made.samples_per_s
-            yield made
+    epochs = math.ceil(plan.steps / math.ceil(rows / workload.batch_size))
+    cases = [_Case(sync=sync, workers=workers) for sync in plan.syncs for workers in plan.workers]
+    for repeat in range(plan.repeats):
+        for case in cases:
+            _measure_throughput(workload, plan, data, epochs, case)
+            tell(f"repeat {repeat + 1}: {case.sync} with {case.workers}: {case.rates[-1]:,.0f} samples/s")
+    for case in cases:
+        case.latencies_ms = _latencies_ms(workload, plan, data, case)
+    first = statistics.median(cases[0].rates)
+    return [
+        Measurement(
+            sync=case.sync,
+            workers=case.workers,
+            steps=epochs * math.ceil(rows / workload.batch_size),
+            samples_per_s=statistics.median(case.rates),
+            samples_per_s_range=(min(case.rates), max(case.rates)),
+            speedup=statistics.median(case.rates) / first,
+            latency_p50_ms=float(np.percentile(case.latencies_ms, 50)),
+            latency_p95_ms=float(np.percentile(case.latencies_ms, 95)),
+            bill=dict(case.bill),
+            digest=case.digest,
+        )
+        for case in cases
+    ]
 
 
-def _measure_one(
-    workload: Workload, plan: Plan, data: SelectedSource, sync: str, workers: int, first: float | None
-) -> Measurement:
-    steps_per_epoch = math.ceil(len(data) / workload.batch_size)
-    timed_epochs = math.ceil(plan.steps / steps_per_epoch)
+def _measure_throughput(workload: Workload, plan: Plan, data: SelectedSource, epochs: int, case: _Case) -> None:
     stopwatch = _Stopwatch()
-    trainer = _trainer(workload, plan, sync, workers)
+    trainer = _trainer(workload, plan, case)
     history = trainer.fit(
         data,
-        epochs=1 + timed_epochs,
+        epochs=1 + epochs,
         batch_size=workload.batch_size,
         lanes=plan.lanes,
         callbacks=[stopwatch],
         run_dir=False,
         progress="quiet",
     )
-    latencies_ms = _latencies_ms(workload, plan, data, sync, workers)
-    rate = timed_epochs * len(data) / stopwatch.seconds
-    return Measurement(
-        sync=sync,
-        workers=workers,
-        steps=timed_epochs * steps_per_epoch,
-        seconds=stopwatch.seconds,
-        samples_per_s=rate,
-        speedup=rate / (first or rate),
-        latency_p50_ms=float(np.percentile(latencies_ms, 50)),
-        latency_p95_ms=float(np.percentile(latencies_ms, 95)),
-        bill=dict(history.bill),
-        digest=digest(trainer.model),
-    )
+    case.rates.append(epochs * len(data) / stopwatch.seconds)
+    case.bill.update(history.bill)
+    case.digest = digest(trainer.model)
 
 
-def _latencies_ms(workload: Workload, plan: Plan, data: SelectedSource, sync: str, workers: int) -> list[float]:
+def _latencies_ms(workload: Workload, plan: Plan, data: SelectedSource, case: _Case) -> list[float]:
     """Measured apart from the throughput: a caller that looks at every step holds the workers up."""
     watch = _StepWatch(min(LATENCY_STEPS, plan.steps))
-    trainer = _trainer(workload, plan, sync, workers)
-    trainer.fit(
+    _trainer(workload, plan, case).fit(
         data,
         epochs=math.ceil(2 * watch.wanted * workload.batch_size / len(data)) + 1,
         batch_size=workload.batch_size,
@@ -161,15 +185,15 @@ def _latencies_ms(workload: Workload, plan: Plan, data: SelectedSource, sync: st
     return watch.latencies_ms
 
 
-def _trainer(workload: Workload, plan: Plan, sync: str, workers: int) -> Trainer:
+def _trainer(workload: Workload, plan: Plan, case: _Case) -> Trainer:
     torch.manual_seed(plan.seed)
     return Trainer(
         workload.model(),
         loss=workload.loss,
         optimizer=workload.optimizer,
         metrics=list(workload.metrics),
-        workers=workers,
-        sync=sync,
+        workers=case.workers,
+        sync=case.sync,
         layout=plan.layout,
         engine=plan.engine,
         seed=plan.seed,

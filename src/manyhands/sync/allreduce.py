@@ -65,6 +65,7 @@ class Stepper:
         self.plan = -1
         self._my_lanes: list[int] = []
         self._my_units = np.empty(0, np.int64)
+        self._runs: list[tuple[int, int]] = []
         self._alone = True
         self.enter("idle")
 
@@ -90,6 +91,7 @@ class Stepper:
         self._known = (self.plan, repairs)
         if self._applier is not None:
             self._applier.forget()
+            self._runs = self._applier.batches(self._my_units.tolist())
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait until ``ready``, a repair, or an order to stop; or for a moment, then let the caller look again."""
@@ -130,18 +132,13 @@ class Stepper:
             if end is not None and steps >= end:
                 return "over"
             self._refresh()
-            leads = control.leader(self.plan) == self._slot
-            if steps < control.horizon:
-                if leads or self._my_lanes or self._my_units.size:
-                    if leads:
-                        control.held = 0
-                    self.step = steps
-                    self._words[_AT] = steps
-                    return "step"
-            elif leads and control.held != steps + 1:
-                control.held = steps + 1
-                control.desk.ring()
-                continue
+            # Whether the step is begun is decided once for all, by the leader with its commit. Were everybody to look
+            # at the horizon, one that is lowered meanwhile would let some begin the step and others not.
+            held = control.held == steps + 1
+            if not held and (self._my_lanes or self._my_units.size or control.leader(self.plan) == self._slot):
+                self.step = steps
+                self._words[_AT] = steps
+                return "step"
             control.bell.wait(count, _WAIT_S)
             self._words[_BEAT] += 1
 
@@ -227,8 +224,8 @@ class Stepper:
         todo = mine[control.unit_done[mine] != stamp]
         if todo.size:
             self.enter("reduce")
-            applier.set_hyper(self._hyper(self.step))
-            for run in applier.batches(todo.tolist()):
+            applier.begin_step(self._hyper(self.step), lanes)
+            for run in self._runs if todo.size == mine.size else applier.batches(todo.tolist()):
                 applier.apply(run, lanes, self.step, norm)
                 self._words[_BEAT] += 1
             self._ring()
@@ -241,8 +238,13 @@ class Stepper:
             self._settle_buffers()
         if control.first_commit_ns == 0:
             control.first_commit_ns = time.monotonic_ns()
+        rests = stamp >= control.horizon
+        if rests:  # written before the commit: nobody may see the step final and begin the next one
+            control.held = stamp + 1
         control.commit(stamp, control.proposed)
         control.bell.ring()
+        if rests:
+            control.desk.ring()
 
     def _settle_buffers(self) -> None:
         """The mean of the lanes' buffers, by rows and in lane order; whole numbers are those of the first lane."""

@@ -42,7 +42,7 @@ class _Piece:
 class _Batch:
     """Units [first, stop) that are reduced, saved and applied together."""
 
-    __slots__ = ("first", "gradients", "lanes", "optimizer", "pieces", "scratch", "start", "stop")
+    __slots__ = ("first", "given", "lanes", "numbers", "optimizer", "piece_of", "pieces", "scratch", "start", "stop")
 
     first: int
     stop: int
@@ -50,8 +50,10 @@ class _Batch:
     pieces: list[_Piece]
     lanes: list[torch.Tensor]
     scratch: torch.Tensor
-    gradients: list[torch.Tensor]
     optimizer: torch.optim.Optimizer
+    numbers: np.ndarray  # (pieces, scalars): the optimizer's single numbers, which its state tensors are views of
+    piece_of: np.ndarray  # the piece of each unit
+    given: tuple[int, bytes] | None  # which gradient tensor, and which of its pieces, the optimizer has
 
 
 class Applier:
@@ -66,6 +68,8 @@ class Applier:
         self._batches: dict[tuple[int, int], _Batch] = {}
         self._row: bytes = b""
         self._hyper: list[float] = []
+        self._present = arena.present[0]
+        self._present_key = b""
 
     @property
     def needs_norm(self) -> bool:
@@ -76,8 +80,7 @@ class Applier:
         """Ownership changed: what others did to units must be read again."""
         self._batches.clear()
 
-    def set_hyper(self, row: np.ndarray) -> None:
-        """The numbers (learning rates and the like) of the step."""
+    def _set_hyper(self, row: np.ndarray) -> None:
         code = row.tobytes()
         if code != self._row:
             self._row, self._hyper = code, row.tolist()
@@ -117,6 +120,13 @@ class Applier:
             total += value
         return float(total**0.5)
 
+    def begin_step(self, row: np.ndarray, lanes: Sequence[int]) -> None:
+        """The optimizer's numbers for this step, and the lanes that take part in it."""
+        self._set_hyper(row)
+        present = self._arena.present
+        self._present = present[lanes[0]] if len(lanes) == 1 else present[list(lanes)].max(axis=0)
+        self._present_key = self._present.tobytes()
+
     @torch.no_grad()
     def apply(self, run: tuple[int, int], lanes: Sequence[int], step: int, norm: float) -> None:
         """Reduce, transform and apply the units of the run; stamp them."""
@@ -125,7 +135,7 @@ class Applier:
         for clip in self._clips:
             clip(gradient, norm)
         self._undo.begin(*run, step)
-        self._give_gradients(batch, gradient, lanes)
+        self._give_gradients(batch, gradient)
         self._step(batch.optimizer)
         self._keep_state(batch)
         self._undo.end(*run, step)
@@ -141,12 +151,16 @@ class Applier:
             batch.scratch.add_(batch.lanes[lane])
         return batch.scratch
 
-    def _give_gradients(self, batch: _Batch, gradient: torch.Tensor, lanes: Sequence[int]) -> None:
-        present = self._arena.present[list(lanes)].any(axis=0) if lanes else self._arena.present[0]
+    def _give_gradients(self, batch: _Batch, gradient: torch.Tensor) -> None:
+        """Let the optimizer's tensors have their parts of ``gradient``; mostly they have them from the last step."""
+        given = (gradient.data_ptr(), self._present_key)
+        if batch.given == given and not self._template.wants_sparse:
+            return
+        batch.given = given
         size = gradient.element_size()
         units = self._arena.spec.units
         for piece in batch.pieces:
-            if not present[piece.parameter]:  # no lane touched it: plain PyTorch would leave it alone as well
+            if not self._present[piece.parameter]:  # no lane touched it: plain PyTorch would leave it alone as well
                 piece.tensor.grad = None
                 continue
             start = (units[piece.first].start - batch.start) // size
@@ -154,21 +168,22 @@ class Applier:
             piece.tensor.grad = _row_sparse(view) if self._template.wants_sparse else view
 
     def _keep_state(self, batch: _Batch) -> None:
-        """State that the optimizer created or replaced moves into the arena; numbers are written to the table."""
-        arena, spec = self._arena, self._arena.spec
-        for piece in batch.pieces:
-            state = batch.optimizer.state.get(piece.tensor)
-            if not state:
-                continue
-            for column, name in enumerate(spec.scalars):
-                if name in state:
-                    arena.scalars[piece.first : piece.stop, column] = float(state[name])
-            if not arena.control.unit_ready[piece.first]:
-                for name, home in self._homes(piece).items():
-                    if state.get(name) is not None:
-                        home.copy_(state[name])
-                        state[name] = home
-                arena.control.unit_ready[piece.first : piece.stop] = 1
+        """Write the optimizer's numbers to the table; state that it has just created moves into the arena."""
+        arena = self._arena
+        if not arena.control.unit_ready[batch.first : batch.stop].all():
+            for number, piece in enumerate(batch.pieces):
+                if not arena.control.unit_ready[piece.first] and batch.optimizer.state.get(piece.tensor):
+                    self._adopt(batch, number, piece)
+        arena.scalars[batch.first : batch.stop] = batch.numbers[batch.piece_of]
+
+    def _adopt(self, batch: _Batch, number: int, piece: _Piece) -> None:
+        state = batch.optimizer.state[piece.tensor]
+        homes: dict[str, Any] = self._homes(piece) | self._numbers(batch, number)
+        for name, home in homes.items():
+            if state.get(name) is not None:
+                home.copy_(torch.as_tensor(state[name]))
+                state[name] = home
+        self._arena.control.unit_ready[piece.first : piece.stop] = 1
 
     def _batch(self, run: tuple[int, int]) -> _Batch:
         if run not in self._batches:
@@ -185,11 +200,14 @@ class Applier:
         needs_scratch = spec.lanes > 1 or bool(self._clips)
         batch.scratch = torch.empty((end - batch.start) // dtype.itemsize if needs_scratch else 0, dtype=dtype)
         batch.pieces = self._pieces(first, stop)
+        batch.given = None
+        batch.piece_of = np.repeat(np.arange(len(batch.pieces)), [piece.stop - piece.first for piece in batch.pieces])
+        batch.numbers = self._arena.scalars[[piece.first for piece in batch.pieces]].astype(np.float32)
         batch.optimizer = self._template.build([(self._template.group_of[p.parameter], p.tensor) for p in batch.pieces])
         self._template.set_hyper(batch.optimizer, self._hyper)
-        for piece in batch.pieces:
+        for number, piece in enumerate(batch.pieces):
             if self._arena.control.unit_ready[piece.first]:
-                batch.optimizer.state[piece.tensor] = self._load_state(piece)
+                batch.optimizer.state[piece.tensor] = {**self._homes(piece), **self._numbers(batch, number)}
         return batch
 
     def _pieces(self, first: int, stop: int) -> list[_Piece]:
@@ -214,16 +232,16 @@ class Applier:
     def _homes(self, piece: _Piece) -> dict[str, torch.Tensor]:
         spec = self._arena.spec
         homes = {
-            name: self._view(1 + index, piece.parameter, piece.first, piece.stop) for index, name in enumerate(spec.planes)
+            name: self._view(1 + index, piece.parameter, piece.first, piece.stop)
+            for index, name in enumerate(spec.planes)
         }
         homes |= {e.key: self._arena.extra(i) for i, e in enumerate(spec.extras) if e.parameter == piece.parameter}
         return homes
 
-    def _load_state(self, piece: _Piece) -> dict[str, Any]:
-        state: dict[str, Any] = self._homes(piece)
-        for column, name in enumerate(self._arena.spec.scalars):
-            state[name] = torch.tensor(self._arena.scalars[piece.first, column], dtype=torch.float32)
-        return state
+    def _numbers(self, batch: _Batch, number: int) -> dict[str, torch.Tensor]:
+        """The single numbers of a piece, as 0-dimensional views of the batch's table."""
+        table = torch.from_numpy(batch.numbers)
+        return {name: table[number, column] for column, name in enumerate(self._arena.spec.scalars)}
 
 
 def _row_sparse(gradient: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,9 @@ def resolve_clip(clip: float | Clip | Sequence[Clip] | None) -> tuple[Clip, ...]
     chain = tuple(clip) if isinstance(clip, (list, tuple)) else (clip,)
     for item in chain:
         if not isinstance(item, Clip):
-            raise UsageError(f"clip received {item!r}; valid: a number, mh.ClipNorm(x), mh.ClipValue(x), or several in a list")
+            raise UsageError(
+                f"clip received {item!r}; valid: a number, mh.ClipNorm(x), mh.ClipValue(x), or several in a list"
+            )
     if any(item.needs_norm for item in chain[1:]):
         raise UsageError("clip: the norm is taken of the gradient as it was computed, so ClipNorm must come first")
     return chain

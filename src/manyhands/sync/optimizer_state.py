@@ -79,7 +79,9 @@ class Template:
         """An optimizer over ``(group, tensor)`` members, with no state."""
         optimizer = object.__new__(self.kind)
         optimizer.__dict__.update(self.attributes)
-        optimizer.param_groups = [dict(group, params=[t for g, t in members if g == i]) for i, group in enumerate(self.groups)]
+        optimizer.param_groups = [
+            dict(group, params=[t for g, t in members if g == i]) for i, group in enumerate(self.groups)
+        ]
         optimizer.state = defaultdict(dict)
         return optimizer
 
@@ -115,7 +117,7 @@ def without_compiler() -> Iterator[None]:
     if function is None or "torch._dynamo" in sys.modules:
         yield
         return
-    setattr(function, "__dynamo_disable", function)  # noqa: B010  a plain attribute would be mangled in a class
+    setattr(function, "__dynamo_disable", function)
     try:
         yield
     finally:
@@ -123,7 +125,9 @@ def without_compiler() -> Iterator[None]:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, float) or (isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point())
+    return isinstance(value, float) or (
+        isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
+    )
 
 
 def _hyper_keys(groups: Sequence[Mapping[str, Any]]) -> list[HyperKey]:
@@ -160,7 +164,9 @@ def template_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Ten
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             group_of[position[id(parameter)]] = number
-    groups = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
+    ]
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state") and "hook" not in k}
     attributes["_warned_capturable_if_run_uncaptured"] = True
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -200,7 +206,8 @@ def _probe(template: Template, group: int, dimensions: int, dtype: str) -> dict[
     stand_in.grad = torch.ones_like(stand_in).to_sparse(1) if template.wants_sparse else torch.ones_like(stand_in)
     try:
         with torch.no_grad(), without_compiler():
-            optimizer = template.kind([dict(template.groups[group], params=[stand_in])])  # it may make state already
+            build: Callable[..., torch.optim.Optimizer] = template.kind  # a constructor may make state already
+            optimizer = build([dict(template.groups[group], params=[stand_in])])
             template.step(optimizer)
     except Exception:
         optimizer = template.build([(group, stand_in)])

@@ -46,7 +46,9 @@ class UndoLog:
             start, end = units[first].start, units[stop - 1].stop
             live = [plane[start:end] for plane in self._planes]
             inside = {unit.parameter for unit in units[first:stop]}
-            live += [self._arena.extra(i).view(-1).view(torch.uint8) for i, e in enumerate(extras) if e.parameter in inside]
+            live += [
+                self._arena.extra(i).view(-1).view(torch.uint8) for i, e in enumerate(extras) if e.parameter in inside
+            ]
             pairs, at = [], 0
             for view in live:
                 pairs.append((view, self._buffer[at : at + view.numel()]))
@@ -71,7 +73,9 @@ class UndoLog:
         self._stamp(first, stop, step)
 
     def _stamp(self, first: int, stop: int, step: int) -> None:
-        self._arena.control.unit_done[first:stop] = step + 1
+        done = self._arena.control.unit_done[first:stop]
+        # Never back: the step may be committed, and a new owner may be stamping the next one already.
+        done[done < step + 1] = step + 1
         self._words[self._mark] = 0
 
     def recover(self) -> bool:

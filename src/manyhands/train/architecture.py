@@ -34,7 +34,9 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
 def _alike(one: nn.Module, other: nn.Module) -> bool:
     mine, yours = one.state_dict(), other.state_dict()
     shapes = [(k, v.shape, v.dtype) for k, v in mine.items() if isinstance(v, torch.Tensor)]
-    return repr(one) == repr(other) and shapes == [(k, v.shape, v.dtype) for k, v in yours.items() if isinstance(v, torch.Tensor)]
+    return repr(one) == repr(other) and shapes == [
+        (k, v.shape, v.dtype) for k, v in yours.items() if isinstance(v, torch.Tensor)
+    ]
 
 
 def _describe(module: nn.Module) -> dict[str, Any]:
@@ -83,8 +85,8 @@ def build(description: dict[str, Any]) -> nn.Module:
         if found is nn.ModuleList:
             return found(part for _, part in parts)
         container = found()
-        for key, part in parts:
-            container.add_module(key, part)
+        for key, child in parts:
+            container.add_module(key, child)
         return container
     built = found(**{key: _value(value) for key, value in description["arguments"].items()})
     assert isinstance(built, nn.Module)

@@ -54,7 +54,9 @@ def predict_batch(job: Job, source: Source, rows: np.ndarray) -> dict[str, Any]:
     output, _ = _forward(job, source, rows)
     if not isinstance(output, torch.Tensor) or output.shape[:1] != (len(rows),):
         received = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise ModelError(f"predict: the model returned {received} for {len(rows)} rows; valid is a tensor with a row for each")
+        raise ModelError(
+            f"predict: the model returned {received} for {len(rows)} rows; valid is a tensor with a row for each"
+        )
     raw = output.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return {"rows": raw, "shape": list(output.shape), "dtype": str(output.dtype).removeprefix("torch.")}
 
@@ -74,6 +76,7 @@ class Dispatch:
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     _todo: deque[tuple[int, int]] = field(default_factory=deque)
     _held: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _told: dict[int, int] = field(default_factory=dict)  # slot -> pid of the process that has the source
 
     def run(self) -> list[dict[str, Any]]:
         """The results of all batches in the order of the rows."""
@@ -106,17 +109,22 @@ class Dispatch:
 
     def _feed(self, slot: int, parcel: ship.Parcel) -> None:
         """Keep two chunks with every worker: one at work, one waiting."""
-        if slot not in self._held:
-            self._held[slot] = []
+        if (seat := self.supervisor.seats.get(slot)) is None:
+            return
+        held = self._held.setdefault(slot, [])
+        if self._told.get(slot) != seat.process.pid:  # also a successor of one whose end we have not heard of yet
+            self._told[slot] = seat.process.pid
+            self._todo.extendleft(reversed(held))
+            held.clear()
             body = {"source": self.number, "code": parcel.code, "segment_bytes": parcel.segment_bytes}
             self.supervisor.send(slot, "source", body, parcel.fds)
-        while self._todo and len(self._held[slot]) < 2:
+        while self._todo and len(held) < 2:
             first, stop = self._todo.popleft()
             body = {"source": self.number, "rows": [first, stop], "batch": self.batch, "task": self.number}
             if not self.supervisor.send(slot, self.kind, body):
                 self._todo.appendleft((first, stop))
                 return
-            self._held[slot].append((first, stop))
+            held.append((first, stop))
 
     def _take(self, slot: int, message: Message | None) -> None:
         if message is None:  # the worker is gone: others do what it held

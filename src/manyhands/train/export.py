@@ -31,7 +31,7 @@ def digest(model: nn.Module) -> str:
 
 
 def save_model(model: nn.Module, path: str | Path) -> Path:
-    """Write the weights of ``model`` to the folder ``path``; a save that is there already stays until this one is safe."""
+    """Write the weights of ``model`` to the folder ``path``; an older save stays until this one is safe."""
     store = CheckpointStore(path)
     number = max(store.steps(), default=0) + 1
     tensors = {f"model/{name}": tensor.detach() for name, tensor in _tensors(model).items()}

@@ -109,7 +109,11 @@ class Fit:
         meta = checkpoint.meta
         here = {"samples": self.course.samples, "batch_size": self.course.batch_size, "lanes": self.course.lanes}
         here |= {"seed": self.job.seed, "shuffle": self.shuffle, "drop_last": self.course.drop_last}
-        wrong = [f"{name} was {meta['course'][name]}, is {value}" for name, value in here.items() if meta["course"][name] != value]
+        wrong = [
+            f"{name} was {meta['course'][name]}, is {value}"
+            for name, value in here.items()
+            if meta["course"][name] != value
+        ]
         if wrong:
             raise CheckpointMismatch(
                 f"the checkpoint of step {checkpoint.step} belongs to another course of training: {'; '.join(wrong)}. "
@@ -196,7 +200,9 @@ class Fit:
         """A single step with the callbacks around it."""
         self.callbacks.on_step_begin(state)
         step = self.session.control.steps
-        self.schedule.fill(self.session.arena, step + 1, self.course.steps_per_epoch, self.history.metrics.get("loss", []))
+        self.schedule.fill(
+            self.session.arena, step + 1, self.course.steps_per_epoch, self.history.metrics.get("loss", [])
+        )
         self.session.allow(step + 1)
         while not (self.session.wait(_POLL_S) and self.session.control.steps > step):
             if self.interrupts.asked > 1:
@@ -331,7 +337,11 @@ class Fit:
         """Save the last step and wait for it; returns the step that is on disk, if one is."""
         if self.saver is None:
             return None
-        if self.saving.on and self.session.control.steps > 0 and self.saver.last_saved_step != self.session.control.steps:
+        if (
+            self.saving.on
+            and self.session.control.steps > 0
+            and self.saver.last_saved_step != self.session.control.steps
+        ):
             self.checkpoint()
         self.saver.wait(600)
         if self._ledger_file is not None:
@@ -371,8 +381,8 @@ def describe_event(event: str, fields: dict[str, Any]) -> str:
     if "text" in fields:
         return str(fields["text"])
     if event == "worker_died":
-        return f"worker {fields['worker']} (pid {fields['pid']}) {fields['how']} at step {fields['step']} ({fields['phase']})"
+        who = f"worker {fields['worker']} (pid {fields['pid']})"
+        return f"{who} {fields['how']} at step {fields['step']} ({fields['phase']})"
     if event == "recovered":
         return f"went on {fields['seconds'] * 1000:.0f} ms later, nothing lost"
     return f"{event}: {fields}"
-

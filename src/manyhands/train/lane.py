@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from manyhands.comm.arena import Arena
-from manyhands.core.order import stream_seed
-from manyhands.data.source import Source, call_model
+from manyhands.core.order import lane_seed, stream_seed
+from manyhands.data.source import ColumnSource, Source, call_model
 from manyhands.errors import NotFinite
 from manyhands.sync.allreduce import Stepper
 from manyhands.sync.clip import Clip
@@ -72,6 +72,8 @@ class LaneRunner:
         assert job.course is not None
         self._arena, self._job, self._stepper, self._course = arena, job, stepper, job.course
         self._source = job.source
+        self._source_draws = not isinstance(job.source, ColumnSource)  # it runs user code, which may draw numbers
+        self._data_stream, self._lane_stream = stream_seed(job.seed, "data"), stream_seed(job.seed, "lane")
         self._replica = Replica(arena, job.model)
 
     def run(self, lane: int) -> None:
@@ -82,7 +84,8 @@ class LaneRunner:
         total = self._course.batch_rows(step)
         self._replica.begin(lane)
         stats = [0.0] * self._arena.spec.stats
-        pieces = np.array_split(positions, min(self._job.accumulate, len(positions)))
+        count = min(self._job.accumulate, len(positions))
+        pieces = [positions] if count == 1 else np.array_split(positions, count)
         for number, rows in enumerate(pieces):
             self._run_piece(step, lane, number, rows, total, stats)
         self._replica.end(lane)
@@ -95,10 +98,11 @@ class LaneRunner:
     def _run_piece(self, step: int, lane: int, number: int, rows: np.ndarray, total: int, stats: list[float]) -> None:
         job = self._job
         self._stepper.enter("data")
-        set_seed(stream_seed(job.seed, "data", step, lane, number))
+        if self._source_draws:
+            set_seed(lane_seed(self._data_stream, step, lane, number))
         inputs, target = self._source.fetch(rows)
         self._stepper.enter("compute")
-        set_seed(stream_seed(job.seed, "lane", step, lane, number))
+        set_seed(lane_seed(self._lane_stream, step, lane, number))
         with job.autocast():
             output = call_model(job.model, inputs)
             loss = job.loss(output, target)
@@ -137,4 +141,3 @@ class LaneRunner:
 
 def _detached(output: Any) -> Any:
     return output.detach() if isinstance(output, torch.Tensor) else output
-

@@ -13,8 +13,7 @@ import msgspec
 from manyhands.comm import ship
 from manyhands.comm.arena import Arena, ArenaSpec
 from manyhands.engine import local
-from manyhands.engine.channel import ChannelClosed
-from manyhands.errors import EngineError, UsageError
+from manyhands.errors import ChannelClosed, EngineError, UsageError
 from manyhands.sync.clip import resolve_clip
 from manyhands.train.own_loop import LaunchJob
 from manyhands.train.session import Session, remote_error
@@ -58,7 +57,12 @@ def launch(
     count = worker_range(workers)[1]
     resolve_sync(sync)
     job = LaunchJob(
-        function=function, arguments=arguments, lanes=lanes or count, seed=seed, threads=threads, clips=resolve_clip(clip)
+        function=function,
+        arguments=arguments,
+        lanes=lanes or count,
+        seed=seed,
+        threads=threads,
+        clips=resolve_clip(clip),
     )
     local.warm()
     arena = _find_arena(job)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from manyhands.comm.arena import Arena
-from manyhands.core.order import epoch_order, stream_seed
+from manyhands.core.order import epoch_order, lane_seed, stream_seed
 from manyhands.data.adapt import adapt
 from manyhands.data.source import Source
 from manyhands.engine.channel import Channel
@@ -62,6 +62,7 @@ class Hand:
         self._weight = 0.0
         self._lane: int | None = None
         self._stepped = -1
+        self._data_stream, self._lane_stream = stream_seed(job.seed, "data"), stream_seed(job.seed, "lane")
         set_seed(stream_seed(job.seed, "launch"))  # every worker builds the same model
 
     @property
@@ -150,10 +151,10 @@ class Hand:
         stepper.begin_lane(lane)
         self._lane, self._weight = lane, weight
         self._replica.begin(lane)
-        set_seed(stream_seed(self._job.seed, "data", stepper.step, lane))
+        set_seed(lane_seed(self._data_stream, stepper.step, lane))
         batch = source.fetch(positions)
         stepper.enter("compute")
-        set_seed(stream_seed(self._job.seed, "lane", stepper.step, lane))
+        set_seed(lane_seed(self._lane_stream, stepper.step, lane))
         return batch
 
 

@@ -45,7 +45,8 @@ class _Status:
 
     def numbers(self) -> str:
         hands = f"{self.workers} worker{'' if self.workers == 1 else 's'}"
-        parts = [format_metrics(self.metrics), f"{self.samples_per_s:,.0f} samples/s", hands]
+        rate = f"{self.samples_per_s:,.0f} samples/s" if self.samples_per_s > 0 else ""
+        parts = [format_metrics(self.metrics), rate, hands]
         return " · ".join(part for part in parts if part)
 
     def line(self) -> str:

@@ -31,7 +31,7 @@ class Replica:
         position = {entry.name: index for index, entry in enumerate(arena.spec.parameters)}
         for name, parameter in model.named_parameters():
             if name in position:
-                parameter.register_post_accumulate_grad_hook(self._collector(position[name]))
+                parameter.register_post_accumulate_grad_hook(self._collector(position[name]))  # type: ignore[no-untyped-call]
             elif parameter.requires_grad:  # the optimizer does not hold it: nobody will use the gradient
                 parameter.requires_grad_(False)
 

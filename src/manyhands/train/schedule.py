@@ -73,8 +73,8 @@ def _named(name: str, optimizer: torch.optim.Optimizer, total: int) -> Any:
     if name == "linear":
         return lr_scheduler.LambdaLR(optimizer, lambda step: 1 - min(step / total, 1))
     if name == "onecycle":
-        rates = [group["lr"] for group in optimizer.param_groups]
-        return lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=total + 1)
+        peaks = [group.get("max_lr", group["lr"]) for group in optimizer.param_groups]  # a second fit has the same peak
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=peaks, total_steps=total)
     raise unknown_name("schedule", name, _NAMES)
 
 
@@ -90,14 +90,16 @@ class Schedule:
     def advance_to(self, step: int, steps_per_epoch: int, losses: list[float]) -> None:
         """Replay the schedule up to ``step``: it is a function of the steps (and the losses per epoch) alone."""
         for number in range(step):
-            self._after(number, steps_per_epoch, losses)
+            self._before(number, steps_per_epoch, losses)
+            self._after(number, steps_per_epoch)
         self._filled = step
 
     def fill(self, arena: Arena, upto: int, steps_per_epoch: int, losses: list[float]) -> None:
         """Write the numbers of the steps below ``upto`` that are not written yet."""
         while self._filled < upto:
+            self._before(self._filled, steps_per_epoch, losses)
             arena.hyper[self._filled % arena.spec.ring, : len(self._keys)] = self._row()
-            self._after(self._filled, steps_per_epoch, losses)
+            self._after(self._filled, steps_per_epoch)
             self._filled += 1
 
     def _row(self) -> list[float]:
@@ -106,15 +108,15 @@ class Schedule:
             row = [v * self._factor if k.key == "lr" else v for v, k in zip(row, self._keys, strict=True)]
         return row
 
-    def _after(self, step: int, steps_per_epoch: int, losses: list[float]) -> None:
-        if self._scheduler is None:
+    def _before(self, step: int, steps_per_epoch: int, losses: list[float]) -> None:
+        """A plateau is judged when the next epoch begins: numbers are written ahead, but no loss is known ahead."""
+        if self._plateau and step and step % steps_per_epoch == 0:
+            self._scheduler.step(losses[step // steps_per_epoch - 1])
+
+    def _after(self, step: int, steps_per_epoch: int) -> None:
+        if self._scheduler is None or self._plateau:
             return
-        ends_epoch = (step + 1) % steps_per_epoch == 0
-        if self._plateau:
-            epoch = step // steps_per_epoch
-            if ends_epoch and epoch < len(losses):
-                self._scheduler.step(losses[epoch])
-        elif ends_epoch or not self._per_epoch:
+        if not self._per_epoch or (step + 1) % steps_per_epoch == 0:
             self._scheduler.step()
 
     def rates(self) -> list[float]:
@@ -128,7 +130,8 @@ class Schedule:
             self._factor = rate / first
             return
         for group in self._optimizer.param_groups:
-            group["lr"] = rate if first <= 0 else float(group["lr"]) * rate / first
+            own = float(group["lr"])
+            group["lr"] = rate if first <= 0 or own == first else own * rate / first  # exactly what was asked for
 
     def state(self) -> dict[str, Any]:
         """What was set by hand, for a checkpoint; all else is replayed."""

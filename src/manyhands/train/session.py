@@ -1,6 +1,7 @@
 """A session: one arena, its workers, and the job they were given. Lives for one fit, evaluate or predict.
 
-The caller steers through the horizon: workers run freely below it and the leader reports when it has reached it.
+The caller steers through the horizon: workers run freely below it. The leader decides with each commit whether the
+next step begins or the run rests; only the caller ends a rest. So a rest is certain: nothing changes in the arena.
 """
 
 from __future__ import annotations
@@ -85,26 +86,28 @@ class Session:
     def start(self, step: int, timeout_s: float = 180.0) -> None:
         """Start the workers and make the first plan; returns when all of them are ready."""
         self.control.horizon = step
+        self.control.held = step + 1
         self.control.commit(step, 0)
         self.control.lane_owner(0)[:] = -1
         self.control.unit_owner(0)[:] = -1
         self.control.set_leader(0, -1)
         self.supervisor.start()
         deadline = time.monotonic() + timeout_s
-        wanted = self.supervisor.membership.target
-        while len(active := self.supervisor.membership.active) < wanted:
-            self.check()
-            if time.monotonic() > deadline:
-                raise EngineError(f"{wanted - len(active)} of {wanted} workers were not ready after {timeout_s:.0f} s")
-            time.sleep(0.002)
-        self.supervisor.ask(lambda: self._first_plan(step))
+        membership = self.supervisor.membership
         while self.control.committed[1] == 0:
             self.check()
-            time.sleep(0.0005)
+            missing = membership.target - len(membership.active)
+            if missing <= 0:
+                self.supervisor.ask(lambda: self._first_plan(step))
+            elif time.monotonic() > deadline:
+                raise EngineError(f"{missing} of {membership.target} workers were not ready after {timeout_s:.0f} s")
+            time.sleep(0.001)
 
     def _first_plan(self, step: int) -> None:
         """In the supervisor's thread: equal shares for the workers that are there."""
         speeds = dict.fromkeys(self.supervisor.membership.active, 1.0)
+        if not speeds or self.control.committed[1] != 0:
+            return
         sizes = [unit.stop - unit.start for unit in self.arena.spec.units]
         plan = self.control.proposed + 1
         lanes = place_lanes(self.arena.spec.lanes, speeds)
@@ -121,13 +124,18 @@ class Session:
     # -- steering -------------------------------------------------------------------------------------------
     def allow(self, horizon: int) -> None:
         """Let the workers work on steps below ``horizon``."""
-        if horizon != self.control.horizon:
-            self.control.horizon = horizon
+        self.control.horizon = horizon
+        if self.control.steps < horizon and self._rests():
+            self.control.held = 0
             self.control.bell.ring()
 
+    def _rests(self) -> bool:
+        steps = self.control.steps  # read first: the leader writes it last
+        return self.control.held == steps + 1
+
     def reached(self) -> bool:
-        """Whether the leader waits at the horizon: then nothing in the arena changes."""
-        return self.control.held == self.control.steps + 1 and self.control.steps >= self.control.horizon
+        """Whether the run rests at the horizon: then nothing in the arena changes."""
+        return self._rests() and self.control.steps >= self.control.horizon
 
     def wait(self, timeout_s: float = _POLL_S) -> bool:
         """Wait for the leader to reach the horizon, at most ``timeout_s``."""
@@ -185,7 +193,9 @@ def remote_error(slot: int, message: Message) -> BaseException:
     return error
 
 
-def infer_alone(model: nn.Module, job: Job, workers: int, kind: str, source: Source, batch: int) -> list[dict[str, Any]]:
+def infer_alone(
+    model: nn.Module, job: Job, workers: int, kind: str, source: Source, batch: int
+) -> list[dict[str, Any]]:
     """Evaluate or predict with workers of its own."""
     state = ModelState(model, None, lanes=1, samples=0, stats=1, ring=1)
     with Session(state.arena, job, workers, lambda *_: None, places=state.places) as session:

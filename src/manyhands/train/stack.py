@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class StackFile:
         os.ftruncate(self.fd, 0)
         frames = _FRAME.findall(text)
         chosen = next((f for f in frames if not _NOT_USER.search(f[0])), frames[0] if frames else None)
-        return f"{os.path.basename(chosen[0])}:{chosen[1]} in {chosen[2]}" if chosen else None
+        return f"{Path(chosen[0]).name}:{chosen[1]} in {chosen[2]}" if chosen else None
 
     def close(self) -> None:
         """Give up the file."""

@@ -17,10 +17,9 @@ from manyhands.errors import CheckpointMismatch, ModelError
 from manyhands.sync.apply import cut_units
 from manyhands.sync.optimizer_state import StateLayout, Template, layout_of, template_of
 from manyhands.sync.undo import BATCH_UNITS, undo_capacity
+from manyhands.train.strategy import MOST_WORKERS
 
 __all__ = ["ModelState", "check_model", "differences", "mismatch"]
-
-_SLOTS = 64
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -40,7 +39,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "cpu":
             raise ModelError(f"{name} is on {tensor.device}; valid is cpu: move the model with model.cpu() first")
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(tensor):
             raise ModelError(f"{name} has no shape yet; call the model once on a batch before training it")
 
 
@@ -74,7 +73,7 @@ class ModelState:
             extras=layout.extras,
             scalars=layout.scalars,
             units=units,
-            slots=_SLOTS,
+            slots=MOST_WORKERS,
             undo_bytes=undo_capacity(len(layout.planes), [u.stop - u.start for u in units], list(extra_bytes.values())),
             undo_units=BATCH_UNITS,
             hyper=max(len(self.template.hyper) if self.template else 0, 1),
@@ -123,7 +122,9 @@ class ModelState:
             for number, entry in enumerate(spec.parameters):
                 if index and not self._ready(number):
                     continue
-                view = plane[entry.offset : entry.offset + entry.size_bytes].view(dtype_of(entry.dtype)).view(entry.shape)
+                view = (
+                    plane[entry.offset : entry.offset + entry.size_bytes].view(dtype_of(entry.dtype)).view(entry.shape)
+                )
                 copies[f"optimizer/{entry.name}/{key}" if index else f"model/{entry.name}"] = view
         for number, extra in enumerate(spec.extras):
             if self._ready(extra.parameter):

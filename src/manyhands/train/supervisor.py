@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ from manyhands.comm.control import BANKS, PHASES
 from manyhands.core import placement
 from manyhands.core.membership import Action, GiveUp, Membership, Propose, Release, Repair, Spawn
 from manyhands.engine import local
-from manyhands.engine.channel import ChannelClosed, Message
-from manyhands.errors import RunError, WorkerCrashed
+from manyhands.engine.channel import Message
+from manyhands.errors import ChannelClosed, RunError, WorkerCrashed
 from manyhands.sync.undo import recover
 from manyhands.train.stack import StackFile
 
@@ -148,6 +149,8 @@ class Supervisor:
         os.write(self._wake[1], b"x")
         self._thread.join()
         seats = list(self.seats.values())
+        for seat in seats:
+            seat.process.channel.close()  # whoever waits for a message leaves as well
         deadline = time.monotonic() + timeout_s
         for seat in seats:
             if not seat.process.wait(max(deadline - time.monotonic(), 0)):
@@ -205,7 +208,9 @@ class Supervisor:
         if message is None:
             return
         if message.kind == "ready":
-            self.on_event("worker_ready", {"worker": slot, "pid": seat.process.pid, "seconds": _since(seat.process.started)})
+            self.on_event(
+                "worker_ready", {"worker": slot, "pid": seat.process.pid, "seconds": _since(seat.process.started)}
+            )
             self._do(self.membership.ready(slot))
         else:
             seat.failed |= message.kind == "failed"
@@ -216,20 +221,20 @@ class Supervisor:
         for fd in (seat.process.pidfd, seat.process.channel):
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
-        leaving = self.membership.status.get(slot) == "leaving"
+        leaving, step = self.membership.status.get(slot) == "leaving", self.arena.control.steps
         how = seat.blame or seat.process.ending()
         undone = recover(self.arena, slot)
         seat.process.close()
         seat.stack.close()
         del self.seats[slot]
         self.on_leave(slot)
-        if leaving or seat.failed:
+        if seat.failed:
             self.membership.status.pop(slot, None)
-            if leaving:
-                self.on_event("worker_left", {"worker": slot, "pid": seat.process.pid})
-                self._repair()
             return
-        step = self.arena.control.steps
+        if leaving:
+            self.on_event("worker_left", {"worker": slot, "pid": seat.process.pid})
+            self._do(self.membership.died(slot, step, how))
+            return
         phase = PHASES[self.arena.control.slot_value(slot, "phase")]
         self.on_event(
             "worker_died",
@@ -250,7 +255,9 @@ class Supervisor:
                 case Release(slot):
                     self.send(slot, "leave", {})
                 case GiveUp(why):
-                    self.fail(WorkerCrashed(f"{why}. Look at the messages of the workers above; memory may have run out."))
+                    self.fail(
+                        WorkerCrashed(f"{why}. Look at the messages of the workers above; memory may have run out.")
+                    )
         if self._proposal_due:
             self._propose()
 
@@ -277,21 +284,26 @@ class Supervisor:
         return {slot: 1e9 / (t if t > 0 else usual) for slot, t in times.items()}
 
     def _repair(self) -> None:
-        """Give every lane and unit whose owner is gone to somebody who lives, in the plans that are in use."""
+        """Give every lane and unit whose owner is gone to somebody who lives, in every plan that may be in use."""
         speeds = self._speeds()
         control = self.arena.control
         if not speeds:
-            return  # a successor in the same seat will find the work as it is
+            return  # the next one that is ready takes it all
         living = set(self.membership.seated) - {s for s, st in self.membership.status.items() if st == "starting"}
-        for plan in {control.committed[1], control.proposed}:
+        changed = False
+        # All of them: the leader may just be committing one that is no longer the newest.
+        for plan in range(control.committed[1], control.proposed + 1):
             for owners in (control.lane_owner(plan), control.unit_owner(plan)):
                 for dead in set(owners.tolist()) - living:
+                    changed = True
                     for item, heir in placement.heirs(owners.tolist(), dead, speeds).items():
                         owners[item] = heir
             if control.leader(plan) not in living:
+                changed = True
                 control.set_leader(plan, min(speeds))
-        control.repairs += 1
-        control.bell.ring()
+        if changed:
+            control.repairs += 1
+            control.bell.ring()
 
     def _propose(self, owners: list[int] | None = None) -> None:
         """Write a plan for the active seats; the leader adopts it with its next commit."""
@@ -313,7 +325,9 @@ class Supervisor:
         steps = self.arena.control.steps
         for recovery in [r for r in self._recoveries if steps > r.step]:
             self._recoveries.remove(recovery)
-            self.on_event("recovered", {"worker": recovery.slot, "step": recovery.step, "seconds": _since(recovery.since)})
+            self.on_event(
+                "recovered", {"worker": recovery.slot, "step": recovery.step, "seconds": _since(recovery.since)}
+            )
 
     def _tick(self, now: float) -> None:
         for slot, seat in list(self.seats.items()):
@@ -322,7 +336,9 @@ class Supervisor:
         plan = control.committed[1]
         if plan != self._seen_plan and plan == control.proposed:
             self._seen_plan = plan
-            owners = set(control.lane_owner(plan).tolist()) | set(control.unit_owner(plan).tolist()) | {control.leader(plan)}
+            owners = (
+                set(control.lane_owner(plan).tolist()) | set(control.unit_owner(plan).tolist()) | {control.leader(plan)}
+            )
             self._do(self.membership.adopted(owners))
         if self._proposal_due:
             self._propose()
@@ -356,7 +372,8 @@ class Supervisor:
             where += f", lane {lane}"
         line = seat.stack.ask(seat.process) if show_line else None
         seat.blame = why
-        text = f"worker {slot} (pid {seat.process.pid}) {why} {where}{f', at {line}' if line else ''}; it is being replaced"
+        at = f", at {line}" if line else ""
+        text = f"worker {slot} (pid {seat.process.pid}) {why} {where}{at}; it is being replaced"
         self.on_event("worker_hung", {"worker": slot, "pid": seat.process.pid, "text": text})
         seat.process.signal(signal.SIGKILL)
 
@@ -377,7 +394,7 @@ def _since(moment: float) -> float:
 
 def _is_stopped(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except OSError:
         return False
+    return state in (b"T", b"t")

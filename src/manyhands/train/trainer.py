@@ -208,7 +208,9 @@ class Trainer:
     def _folder(self, run_dir: str | Path | bool | None, resume: str | Path | bool | None) -> RunFolder | None:
         if isinstance(resume, (str, Path)):
             if run_dir not in (None, True) and Path(str(run_dir)) != Path(resume):
-                raise UsageError(f"run_dir={str(run_dir)!r} and resume={str(resume)!r} name two folders; give one of them")
+                raise UsageError(
+                    f"run_dir={str(run_dir)!r} and resume={str(resume)!r} name two folders; give one of them"
+                )
             folder = RunFolder.open(resume)
         elif run_dir is False:
             return None
@@ -224,7 +226,9 @@ class Trainer:
         store = CheckpointStore(folder.checkpoints)
         if resume is False:
             if store.steps():
-                raise UsageError(f"{folder.path} holds checkpoints and resume=False; give another run_dir or resume=True")
+                raise UsageError(
+                    f"{folder.path} holds checkpoints and resume=False; give another run_dir or resume=True"
+                )
             return None, []
         return store.load_latest()
 
@@ -244,7 +248,9 @@ class Trainer:
             )
         course = Course(samples=len(adapted.source), batch_size=batch, lanes=chosen, drop_last=adapted.drop_last)
         if course.steps_per_epoch == 0:
-            raise UsageError(f"the data has {course.samples} samples, fewer than one batch of {batch}, and drop_last is set")
+            raise UsageError(
+                f"the data has {course.samples} samples, fewer than one batch of {batch}, and drop_last is set"
+            )
         return course
 
     def _prepare(
@@ -389,4 +395,3 @@ class Trainer:
 
 def _saved_steps(fit: Fit) -> int | None:
     return None if fit.saver is None else fit.saver.last_saved_step
-

@@ -16,9 +16,11 @@ from manyhands.comm import ship
 from manyhands.comm.arena import Arena, ArenaSpec
 from manyhands.comm.segment import Segment
 from manyhands.data.source import Source
-from manyhands.engine.channel import Channel, ChannelClosed, Message
+from manyhands.engine.channel import Channel, Message
+from manyhands.errors import ChannelClosed
 from manyhands.sync.allreduce import Stepper, Stopped
 from manyhands.sync.apply import Applier
+from manyhands.sync.optimizer_state import without_compiler
 from manyhands.train.evaluation import evaluate_batch, predict_batch
 from manyhands.train.lane import Job, LaneRunner
 from manyhands.train.own_loop import Hand, LaunchJob
@@ -73,7 +75,8 @@ def _unpack(message: Message) -> tuple[Arena | None, Job | LaunchJob]:
 def _own_loop(channel: Channel, arena: Arena | None, job: LaunchJob, slot: int) -> None:
     """Run the user's function; the caller gets what it returns."""
     hand = Hand(channel, arena, job, slot)
-    result = job.function(hand, *job.arguments)
+    with without_compiler():
+        result = job.function(hand, *job.arguments)
     channel.send("result", {"value": ship.pack_value(result)})
     _park(channel)
 
@@ -176,7 +179,12 @@ class Worker:
                 rows = np.arange(first, min(first + body["batch"], stop), dtype=np.int64)
                 begun = time.perf_counter()
                 answer = run(job, source, rows)
-                answer |= {"task": body["task"], "first": first, "count": len(rows), "seconds": time.perf_counter() - begun}
+                answer |= {
+                    "task": body["task"],
+                    "first": first,
+                    "count": len(rows),
+                    "seconds": time.perf_counter() - begun,
+                }
                 self._channel.send("result", answer)
         finally:
             model.train()

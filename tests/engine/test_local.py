@@ -1,0 +1,189 @@
+"""Processes from the zygote: how they start, how they end, and that none outlives its caller."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+import manyhands
+from manyhands.engine import local
+from manyhands.engine.channel import Channel, ChannelClosed
+from manyhands.errors import EngineError
+
+
+def describe(channel: Channel) -> None:
+    """In a child."""
+    import threading
+
+    body = {"pid": os.getpid(), "parent": os.getppid(), "cwd": str(Path.cwd()), "argv": sys.argv, "path": sys.path}
+    body |= {"threads": threading.active_count(), "torch": "torch" in sys.modules}
+    channel.send("here", body)
+    channel.receive(60)
+
+
+def sleep(channel: Channel) -> None:
+    channel.send("asleep", {"pid": os.getpid()})
+    time.sleep(60)
+
+
+def leave(channel: Channel) -> None:
+    os._exit(7)
+
+
+def fail(channel: Channel) -> None:
+    raise SystemExit("on purpose")
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_child_has_torch_the_callers_path_and_folder_and_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = local.spawn("test_local:leave")  # the zygote is warm from here on
+    assert first.wait(60)
+    first.close()
+    monkeypatch.chdir(tmp_path)
+    begun = time.monotonic()
+    child = local.spawn("test_local:describe")
+    message = child.channel.receive(30)
+    assert time.monotonic() - begun < 1.0
+    assert message is not None
+    body = message.body
+    assert body["pid"] == child.pid != os.getpid()
+    assert body["parent"] == local.zygote_pid()
+    assert (body["cwd"], body["argv"], body["path"]) == (str(tmp_path), sys.argv, sys.path)
+    assert body["threads"] == 1 and body["torch"]
+    assert child.is_alive()
+    child.channel.close()
+    assert child.wait(10) and not child.is_alive()
+    child.close()
+
+
+@pytest.mark.parametrize(
+    "target, number, ending",
+    [
+        ("sleep", signal.SIGKILL, "killed by SIGKILL"),
+        ("sleep", signal.SIGTERM, "killed by SIGTERM"),
+        ("leave", None, "exited with code 7"),
+        ("fail", None, "exited with code 1"),
+    ],
+)
+def test_how_a_process_ended_is_known(target: str, number: int | None, ending: str) -> None:
+    child = local.spawn(f"test_local:{target}")
+    if number is not None:
+        assert child.channel.receive(30) is not None
+        child.signal(number)
+    assert child.wait(10)
+    assert child.ending() == ending
+    child.signal(signal.SIGKILL)  # no error: it is gone
+    child.close()
+
+
+def test_a_wait_has_a_time_out() -> None:
+    child = local.spawn("test_local:sleep")
+    begun = time.monotonic()
+    assert not child.wait(0.2)
+    assert 0.19 < time.monotonic() - begun < 2
+    child.signal(signal.SIGKILL)
+    assert child.wait(10)
+    child.close()
+
+
+def test_workers_die_with_the_zygote_and_the_next_one_comes_from_a_new_one() -> None:
+    children = [local.spawn("test_local:sleep") for _ in range(2)]
+    for child in children:
+        assert child.channel.receive(30) is not None
+    old = local.zygote_pid()
+    assert old is not None
+    os.kill(old, signal.SIGKILL)
+    for child in children:
+        assert child.wait(5)
+        with pytest.raises(ChannelClosed):
+            child.channel.receive(5)
+        child.close()
+    child = local.spawn("test_local:describe")
+    message = child.channel.receive(60)
+    assert message is not None and message.body["parent"] == local.zygote_pid() != old
+    child.channel.close()
+    assert child.wait(10)
+    child.close()
+
+
+def test_shutdown_ends_everything_and_is_no_end_for_later() -> None:
+    child = local.spawn("test_local:sleep")
+    assert child.channel.receive(30) is not None
+    zygote = local.zygote_pid()
+    assert zygote is not None
+    local.shutdown()
+    assert local.zygote_pid() is None
+    assert child.wait(5) and gone(zygote)
+    assert child.ending() == "ended"
+    child.close()
+    local.shutdown()
+    local.warm()
+    assert local.zygote_pid() is not None
+
+
+SCRIPT = """
+import sys, time
+from manyhands.engine import local
+child = local.spawn("test_local:sleep")
+child.channel.receive(60)
+print(local.zygote_pid(), child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_a_caller_that_is_killed(number: int) -> None:
+    source = str(Path(manyhands.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([source, str(Path(__file__).parent)])}
+    caller = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    with caller:
+        assert caller.stdout is not None
+        zygote, worker = map(int, caller.stdout.readline().split())
+        assert not gone(zygote) and not gone(worker)
+        caller.send_signal(number)
+        caller.wait(10)
+        assert within(5, lambda: gone(worker) and gone(zygote))
+
+
+def test_a_target_that_does_not_exist_ends_the_child_and_not_the_zygote() -> None:
+    child = local.spawn("test_local:nothing")
+    assert child.wait(10)
+    assert child.ending() == "exited with code 1"
+    child.close()
+    assert local.zygote_pid() is not None
+
+
+def test_a_zygote_that_cannot_start_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    local.shutdown()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(EngineError, match="worker process could not be started"):
+        local.spawn("test_local:sleep")
+    monkeypatch.undo()
+    local.shutdown()
+    local.warm()

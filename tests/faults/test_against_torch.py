@@ -1,0 +1,74 @@
+"""The weights are those of a plain PyTorch loop over the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from scenes import Cnn, Mlp, Scene, table
+from torch import nn
+from torch.nn import functional
+
+import manyhands as mh
+from manyhands.core.order import epoch_order
+
+SAMPLES, BATCH, EPOCHS = 203, 16, 3
+
+FACTORIES: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=2e-3),
+    "adam, fused": lambda params: torch.optim.Adam(params, lr=2e-3, fused=True),
+    "adamw, foreach": lambda params: torch.optim.AdamW(params, lr=2e-3, foreach=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The intra-op threads change the order of sums inside a kernel; workers have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def still_mlp() -> nn.Module:
+    return Mlp(dropout=0.0)
+
+
+def plain_loop(model: nn.Module, factory: Callable[[Iterable[Any]], torch.optim.Optimizer], clip: float | None) -> None:
+    x, y = table(SAMPLES)
+    optimizer = factory(model.parameters())
+    model.train()
+    for epoch in range(EPOCHS):
+        order = torch.from_numpy(epoch_order(0, epoch, SAMPLES))
+        for rows in order.split(BATCH):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("make_model", [still_mlp, Cnn])
+def test_one_lane_is_bit_equal(make_model: Callable[[], nn.Module], name: str) -> None:
+    reference = make_model()
+    plain_loop(reference, FACTORIES[name], None)
+    scene = Scene(make_model, FACTORIES[name], table(SAMPLES), EPOCHS, BATCH, lanes=1)
+    assert scene.run(2).digest == mh.digest(reference)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_four_lanes_are_equal_but_for_rounding(name: str, clip: float | None) -> None:
+    reference = still_mlp()
+    plain_loop(reference, FACTORIES[name], clip)
+    scene = Scene(still_mlp, FACTORIES[name], table(SAMPLES), EPOCHS, BATCH, lanes=4, trainer={"clip": clip})
+    trained = scene.run(2).model
+    for (parameter, tensor), expected in zip(
+        trained.state_dict().items(), reference.state_dict().values(), strict=True
+    ):
+        distance = float((tensor - expected).norm() / expected.norm())
+        assert distance < 1e-5, f"{parameter} is {distance:.1e} away"
