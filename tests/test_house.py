@@ -24,6 +24,7 @@ DOOR = "__init__"
 STACK = [
     {"__main__"},
     {"cli"},
+    {"commands"},
     {DOOR},
     {"recipes", "estimators", "infer", "plan", "web"},
     {"train"},

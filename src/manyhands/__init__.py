@@ -6,12 +6,23 @@ from manyhands.engine import local as _local
 if _environment("WARM", "1") != "0":
     _local.warm()  # before torch is imported here, so that both processes load it at the same time
 
+from manyhands.data.files import read_idx, read_table
+from manyhands.data.prepare import Normalizer, clean, split
 from manyhands.errors import ManyhandsError
 from manyhands.sync.clip import ClipNorm, ClipValue
-from manyhands.train.callbacks import Callback, State
+from manyhands.train.callbacks import (
+    Callback,
+    Checkpoint,
+    CSVLogger,
+    EarlyStopping,
+    Lambda,
+    ReduceOnPlateau,
+    Schedule,
+    State,
+)
 from manyhands.train.export import digest, load
 from manyhands.train.history import History
-from manyhands.train.launch import launch
+from manyhands.train.launch import Launched, launch
 from manyhands.train.optimizers import optimizer
 from manyhands.train.schedule import PerEpoch
 from manyhands.train.strategy import AllReduce
@@ -23,18 +34,30 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AllReduce",
+    "CSVLogger",
     "Callback",
+    "Checkpoint",
     "ClipNorm",
     "ClipValue",
+    "EarlyStopping",
     "History",
+    "Lambda",
+    "Launched",
     "Limits",
     "ManyhandsError",
+    "Normalizer",
     "PerEpoch",
+    "ReduceOnPlateau",
+    "Schedule",
     "State",
     "Trainer",
+    "clean",
     "digest",
     "launch",
     "load",
     "optimizer",
+    "read_idx",
+    "read_table",
+    "split",
     "worker_slot",
 ]

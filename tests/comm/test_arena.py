@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -73,7 +74,7 @@ def test_nothing_overlaps_and_everything_is_inside(arena: Arena) -> None:
     )
     start = arena.segment.bytes(0, 1).data_ptr()
     assert ranges[0][0] >= start and ranges[-1][1] <= start + arena.segment.size_bytes
-    for (_, end, one), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
+    for (_, end, one), (begin, _, other) in itertools.pairwise(ranges):
         assert end <= begin, f"{one} runs into {other}"
 
 

@@ -73,7 +73,9 @@ def test_slots_are_apart(pair: tuple[Control, Control]) -> None:
         assert list(theirs.slot(slot)) == [100 * slot + number for number in range(len(SLOT_FIELDS))]
         theirs.slot(slot)[0] = -slot
         assert mine.slot_value(slot, "beat") == -slot
-    assert not any(array.any() for array in (mine.lane_done, mine.lane_bad, mine.unit_done, mine.unit_ready, mine.norm_done))
+    assert not any(
+        array.any() for array in (mine.lane_done, mine.lane_bad, mine.unit_done, mine.unit_ready, mine.norm_done)
+    )
 
 
 def test_positions_that_other_modules_know_by_number() -> None:

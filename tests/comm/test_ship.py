@@ -50,7 +50,9 @@ def test_large_arrays_lie_in_the_segment_and_not_in_the_pickle() -> None:
 def test_what_a_child_writes_only_the_child_sees() -> None:
     data = torch.zeros(LARGE)
     parcel = ship.pack(data, "the thing")
-    copies = [ship.unpack(parcel.code, [], Segment(parcel.fds[0], parcel.segment_bytes, private=True)) for _ in range(2)]
+    copies = [
+        ship.unpack(parcel.code, [], Segment(parcel.fds[0], parcel.segment_bytes, private=True)) for _ in range(2)
+    ]
     copies[0].fill_(5)
     assert not copies[1].any() and not data.any()
     parcel.close()
@@ -79,7 +81,9 @@ def measure(channel: Channel) -> None:
         elif inside and line.endswith("kB"):
             name, value, _ = line.split()
             sizes[name] = sizes.get(name, 0) + int(value)
-    channel.send("measured", {"sum": total, "rss": sizes["Rss:"], "private": sizes["Private_Clean:"] + sizes["Private_Dirty:"]})
+    channel.send(
+        "measured", {"sum": total, "rss": sizes["Rss:"], "private": sizes["Private_Clean:"] + sizes["Private_Dirty:"]}
+    )
     channel.receive(30)
 
 
@@ -114,7 +118,7 @@ def test_a_memory_map_travels_as_the_name_of_its_file(tmp_path: Path) -> None:
 
 def test_tied_tensors_stay_tied_and_one_array_travels_once() -> None:
     weight = torch.randn(LARGE)
-    received, own, parcel = send([weight, weight, weight.view(2, -1), weight.numpy()])
+    received, own, _parcel = send([weight, weight, weight.view(2, -1), weight.numpy()])
     assert received[0].data_ptr() == received[1].data_ptr() == received[2].data_ptr() == received[3].ctypes.data
     assert own is not None and own.size_bytes == 4 * LARGE
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -195,7 +199,7 @@ class Slotted:
         (Outer(threading.Lock()), r"\.inner is a lock"),
         (Outer({"a": [1, threading.Lock()]}), r"\.inner\['a'\]\[1\] is a lock"),
         (Slotted(Outer(threading.Lock())), r"\.inner\.inner is a lock"),
-        (Outer((number for number in range(3))), r"\.inner is a generator"),
+        (Outer(number for number in range(3)), r"\.inner is a generator"),
     ],
     ids=["attribute", "nested", "slots", "generator"],
 )

@@ -161,7 +161,9 @@ time.sleep(60)
 def test_nothing_outlives_a_caller_that_is_killed(number: int) -> None:
     source = str(Path(manyhands.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([source, str(Path(__file__).parent)])}
-    caller = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    caller = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    )
     with caller:
         assert caller.stdout is not None
         zygote, worker = map(int, caller.stdout.readline().split())

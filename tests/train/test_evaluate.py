@@ -70,8 +70,8 @@ def test_evaluate_is_the_same_on_any_number_of_workers_and_exact(model: nn.Modul
     assert found[0]["loss"] == loss_of(model, len(X), 7)
     scores = []
     for number in range(CLASSES):
-        hit = int((right & (Y == number)).sum())
-        scores.append(2 * hit / (int((rows.argmax(1) == number).sum()) + int((Y == number).sum())))
+        hit = int((right & (number == Y)).sum())
+        scores.append(2 * hit / (int((rows.argmax(1) == number).sum()) + int((number == Y).sum())))
     assert found[0]["f1"] == pytest.approx(sum(scores) / CLASSES)
 
 
@@ -85,7 +85,14 @@ def test_metrics_do_not_depend_on_the_batch_size(model: nn.Module) -> None:
 def test_every_kind_of_data_can_be_predicted(model: nn.Module) -> None:
     trainer = mh.Trainer(model, workers=2)
     expected = trainer.predict(X)
-    for data in (X.numpy(), (X, Y), TensorDataset(X), TensorDataset(X, Y), DataLoader(TensorDataset(X, Y), 4), X.tolist()):
+    for data in (
+        X.numpy(),
+        (X, Y),
+        TensorDataset(X),
+        TensorDataset(X, Y),
+        DataLoader(TensorDataset(X, Y), 4),
+        X.tolist(),
+    ):
         assert torch.equal(trainer.predict(data), expected)
 
 
@@ -215,7 +222,7 @@ def test_an_error_in_the_data_comes_back_as_it_was_raised(model: nn.Module) -> N
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, "all", True])
 def test_a_batch_size_that_is_none_is_refused(wrong: Any, model: nn.Module) -> None:
-    with pytest.raises(ValueError, match="batch_size received .*valid is an integer"):
+    with pytest.raises(ValueError, match=r"batch_size received .*valid is an integer"):
         mh.Trainer(model, workers=1).predict(X, batch_size=wrong)
 
 

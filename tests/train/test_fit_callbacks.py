@@ -117,7 +117,9 @@ def test_groups_keep_their_proportion_and_the_rate_can_be_read() -> None:
         state.lr = state.lr / 2
 
     model = mlp()
-    optimizer = torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.4}, {"params": model[3].parameters(), "lr": 0.1}])
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.4}, {"params": model[3].parameters(), "lr": 0.1}]
+    )
     train(model, optimizer=optimizer, fit={"callbacks": [Lambda(on_epoch_end=halve)], "epochs": 3})
     assert seen == [0.4, 0.2, 0.1]
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.0125])
@@ -158,7 +160,7 @@ def test_resizing_from_a_callback_changes_the_workers_and_nothing_else() -> None
 
 @pytest.mark.parametrize("wrong", [0, -1, "two", 1.5, True])
 def test_a_callback_that_resizes_to_nonsense_gets_an_error(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="resize.*valid"):
+    with pytest.raises(ValueError, match=r"resize.*valid"):
         train(fit={"callbacks": [Lambda(on_epoch_end=lambda state: state.resize(wrong))], "epochs": 2})
 
 

@@ -70,7 +70,9 @@ SAME = {
     "TensorDataset": lambda: TensorDataset(X, Y),
     "Dataset": lambda: Rows(),
     "Subset of everything": lambda: Subset(TensorDataset(X, Y), range(ROWS)),
-    "list of pairs as a Dataset": lambda: DataLoader([(x, int(y)) for x, y in zip(X, Y, strict=True)], 16, shuffle=True),
+    "list of pairs as a Dataset": lambda: DataLoader(
+        [(x, int(y)) for x, y in zip(X, Y, strict=True)], 16, shuffle=True
+    ),
 }
 
 
@@ -127,7 +129,9 @@ def test_several_inputs_by_name_and_by_place(shuffled: str) -> None:
         model = Named()
         trainer, _ = train(model, (inputs, Y))
         assert mh.digest(model.body) == shuffled
-        assert torch.equal(trainer.predict((inputs, Y)), trainer.predict(inputs if isinstance(inputs, dict) else (inputs, Y)))
+        assert torch.equal(
+            trainer.predict((inputs, Y)), trainer.predict(inputs if isinstance(inputs, dict) else (inputs, Y))
+        )
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy", "random"])
@@ -199,7 +203,9 @@ def test_uint8_images_stay_bytes_and_rows_of_one_class_are_fine() -> None:
             return self.layer(x.flatten(1).float() / 255)
 
     images = np.random.default_rng(0).integers(0, 256, (20, 4, 4), np.uint8)
-    trainer, history = train(Images(), (images, np.zeros(20, bool)), metrics=["accuracy"], fit={"epochs": 2, "batch_size": 8})
+    trainer, history = train(
+        Images(), (images, np.zeros(20, bool)), metrics=["accuracy"], fit={"epochs": 2, "batch_size": 8}
+    )
     assert history.metrics["loss"][1] < history.metrics["loss"][0]
     assert trainer.predict(images).shape == (20, 2)
 

@@ -1,4 +1,4 @@
-"""Models, losses, metrics, data sets and callbacks that live in ``__main__``, in a function, or in a notebook's cell."""
+"""Models, losses, metrics, data sets and callbacks of ``__main__``, in a function, or in a notebook's cell."""
 
 from __future__ import annotations
 

@@ -108,6 +108,10 @@ def exponential(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
+def cosine(optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    return lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
 def warm_then_cosine(optimizer: torch.optim.Optimizer) -> Any:
     warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
     return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.CosineAnnealingLR(optimizer, TOTAL - 5)], [5])
@@ -124,7 +128,7 @@ CASES: dict[str, tuple[Any, Callable[[torch.optim.Optimizer], Any], bool]] = {
     "constant": ("constant", lambda o: lr_scheduler.ConstantLR(o, 1.0), False),
     "onecycle": ("onecycle", one_cycle, False),
     "function": (exponential, exponential, False),
-    "function of the steps": (lambda o, steps: lr_scheduler.CosineAnnealingLR(o, steps), lambda o: lr_scheduler.CosineAnnealingLR(o, TOTAL), False),
+    "function of the steps": (lambda o, steps: cosine(o, steps), lambda o: cosine(o, TOTAL), False),
     "two in sequence": (warm_then_cosine, warm_then_cosine, False),
     "instance": (Bound(exponential), exponential, False),
     "per epoch": (mh.PerEpoch(exponential), exponential, True),

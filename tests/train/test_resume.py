@@ -218,7 +218,9 @@ def test_a_folder_that_another_process_holds_is_refused(tmp_path: Path) -> None:
     run(folder, epochs=1)
 
 
-def test_run_folders_are_numbered_and_false_leaves_nothing(run_root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_folders_are_numbered_and_false_leaves_nothing(
+    run_root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     trainer, _ = train(fit={"run_dir": False})

@@ -107,6 +107,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is torch.Tensor and _is_large_tensor(obj):
             offset = self._take(obj.numpy() if obj.dtype is not torch.bfloat16 else obj.view(torch.int16).numpy())
             return _placed_tensor, (-1, offset, tuple(obj.shape), obj.dtype)
+        if type(obj) is torch.Tensor and _is_small_part(obj):
+            # A pickle would take the whole storage along.
+            return obj.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         if isinstance(obj, np.ndarray) and obj.nbytes >= LARGE_BYTES and obj.dtype.kind in "biufc":
             return self._reduce_array(obj)
         return super().reducer_override(obj)
@@ -145,6 +148,12 @@ def _is_large_tensor(tensor: torch.Tensor) -> bool:
         and tensor.nbytes >= LARGE_BYTES
         and not tensor.is_quantized
     )
+
+
+def _is_small_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shows little of a large storage."""
+    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.requires_grad
+    return plain and tensor.nbytes < LARGE_BYTES <= tensor.untyped_storage().nbytes()
 
 
 def _memmap_of(array: np.ndarray) -> np.memmap | None:

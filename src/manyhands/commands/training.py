@@ -126,7 +126,8 @@ def _summary(job: Job, trainer: Trainer, history: History, test: Mapping[str, fl
 
 
 def _print_summary(summary: Mapping[str, Any]) -> None:
-    say(f"trained {summary['recipe']} · {summary['epochs']} epochs · {format_seconds(summary['seconds'])} in all")
+    epochs = f"{summary['epochs']} epoch{'' if summary['epochs'] == 1 else 's'}"
+    say(f"trained {summary['recipe']} · {epochs} · {format_seconds(summary['seconds'])} in all")
     if summary["metrics"]:
         say(f"  last   {format_measures(summary['metrics'])}")
     if summary["test"]:

@@ -7,6 +7,11 @@ the middle of a step, or inherits the work of a dead one, therefore runs the sam
     all lanes stamped?                   reduce and apply my units that have no stamp
     all units stamped, and I lead?       settle the buffers, commit
     otherwise                            wait for the bell
+
+A process may lose the processor between looking and acting. What it saw can only mislead it if the step was
+committed meanwhile, for then the stamps may be those of the next step and the work somebody else's; so before it
+acts it looks once more whether the step is still open. If it is, the step waits for that very work: nobody else
+can do it, and the step cannot end.
 """
 
 from __future__ import annotations
@@ -132,6 +137,8 @@ class Stepper:
             if end is not None and steps >= end:
                 return "over"
             self._refresh()
+            if control.committed != (steps, self.plan):
+                continue
             # Whether the step is begun is decided once for all, by the leader with its commit. Were everybody to look
             # at the horizon, one that is lowered meanwhile would let some begin the step and others not.
             held = control.held == steps + 1
@@ -146,14 +153,13 @@ class Stepper:
         """The lanes of ours that have no stamp in this step. Lanes without rows are stamped at once."""
         self._refresh()
         done, rows = self._control.lane_done, self._rows(self.step)
-        todo = []
-        for lane in self._my_lanes:
-            if done[lane] != self.step + 1:
-                if rows[lane]:
-                    todo.append(lane)
-                else:
-                    done[lane] = self.step + 1
-        return todo
+        missing = [lane for lane in self._my_lanes if done[lane] != self.step + 1]
+        if self._control.steps > self.step:
+            return []
+        for lane in missing:
+            if not rows[lane]:
+                done[lane] = self.step + 1
+        return [lane for lane in missing if rows[lane]]
 
     def begin_lane(self, lane: int) -> None:
         """Data for the lane is about to be fetched."""
@@ -172,8 +178,16 @@ class Stepper:
         self._words[_LANE_NS] = spent if old == 0 else old + (spent - old) // _SMOOTHING
         self._words[_LANES_DONE] += 1
 
-    def finish(self) -> bool:
-        """Take the step to its commit. False when lanes of a dead worker came to us: compute them, call again."""
+    @property
+    def my_lanes(self) -> list[int]:
+        """The lanes of ours, as last read from the plan."""
+        return self._my_lanes
+
+    def finish(self, meanwhile: Callable[[], None] | None = None) -> bool:
+        """Take the step to its commit. False when lanes of a dead worker came to us: compute them, call again.
+
+        ``meanwhile`` is called once if there is time to spare, because others are still computing.
+        """
         control, stamp = self._control, self.step + 1
         lane_done, unit_done = control.lane_done, control.unit_done
         self._ring()
@@ -184,33 +198,41 @@ class Stepper:
                     continue
                 leads = control.leader(self.plan) == self._slot
                 if leads and (unit_done == stamp).all():
-                    self._commit(stamp)
+                    if control.steps < stamp:  # else a leader committed it that is dead by now
+                        self._commit(stamp)
                     break
                 if leads:
-                    self._wait(lambda: bool((unit_done == stamp).all()))
+                    self._wait(lambda: control.steps >= stamp or bool((unit_done == stamp).all()))
                 else:
                     self._wait(lambda: control.steps >= stamp)
             elif self._my_lanes and (lane_done[self._my_lanes] != stamp).any() and self.lanes():
                 return False
+            elif meanwhile is not None:
+                meanwhile()
+                meanwhile = None
             else:
-                self._wait(lambda: bool((lane_done == stamp).all()))
+                self._wait(lambda: control.steps >= stamp or bool((lane_done == stamp).all()))
         return True
+
+    def _unstamped(self, stamps: np.ndarray, stamp: int) -> np.ndarray:
+        """The units of ours without a stamp, as long as the step is open."""
+        todo: np.ndarray = self._my_units[stamps[self._my_units] != stamp]
+        return todo if self._control.steps < stamp else todo[:0]
 
     def _work_on_units(self, stamp: int) -> bool:
         """Do what can be done on our units now. True when something was done or waited for."""
         control, applier = self._control, self._applier
         if applier is None:
             return False
-        mine = self._my_units
         if self._skip_bad and (control.lane_bad == stamp).any():
-            todo = mine[control.unit_done[mine] != stamp]
+            todo = self._unstamped(control.unit_done, stamp)
             control.unit_done[todo] = stamp
             self._ring()
             return bool(todo.size)
         lanes = [lane for lane, rows in enumerate(self._rows(self.step)) if rows]
         norm = 0.0
         if applier.needs_norm:
-            todo = mine[control.norm_done[mine] != stamp]
+            todo = self._unstamped(control.norm_done, stamp)
             if todo.size:
                 self.enter("reduce")
                 for run in applier.batches(todo.tolist()):
@@ -218,14 +240,14 @@ class Stepper:
                     control.norm_done[run[0] : run[1]] = stamp
                 self._ring()
             if not (control.norm_done == stamp).all():
-                self._wait(lambda: bool((control.norm_done == stamp).all()))
+                self._wait(lambda: control.steps >= stamp or bool((control.norm_done == stamp).all()))
                 return True
             norm = applier.total_norm(lanes)
-        todo = mine[control.unit_done[mine] != stamp]
+        todo = self._unstamped(control.unit_done, stamp)
         if todo.size:
             self.enter("reduce")
             applier.begin_step(self._hyper(self.step), lanes)
-            for run in self._runs if todo.size == mine.size else applier.batches(todo.tolist()):
+            for run in self._runs if todo.size == self._my_units.size else applier.batches(todo.tolist()):
                 applier.apply(run, lanes, self.step, norm)
                 self._words[_BEAT] += 1
             self._ring()

@@ -19,7 +19,7 @@ from torch import nn
 
 from manyhands.comm.arena import Arena
 from manyhands.core.order import lane_seed, stream_seed
-from manyhands.data.source import ColumnSource, Source, call_model
+from manyhands.data.source import Batch, ColumnSource, Source, call_model
 from manyhands.errors import NotFinite
 from manyhands.sync.allreduce import Stepper
 from manyhands.sync.clip import Clip
@@ -74,6 +74,7 @@ class LaneRunner:
         self._source = job.source
         self._source_draws = not isinstance(job.source, ColumnSource)  # it runs user code, which may draw numbers
         self._data_stream, self._lane_stream = stream_seed(job.seed, "data"), stream_seed(job.seed, "lane")
+        self._ahead: dict[tuple[int, int], Batch] = {}
         self._replica = Replica(arena, job.model)
 
     def run(self, lane: int) -> None:
@@ -95,12 +96,30 @@ class LaneRunner:
             raise self._not_finite(step, lane, positions)
         stepper.end_lane(lane, bad=bad)
 
+    def _fetch(self, step: int, lane: int, number: int, rows: np.ndarray) -> Batch:
+        if self._source_draws:
+            set_seed(lane_seed(self._data_stream, step, lane, number))
+        return self._source.fetch(rows)
+
+    def fetch_ahead(self) -> None:
+        """Fetch the batches of the next step while others still compute this one."""
+        step = self._stepper.step + 1
+        self._ahead.clear()
+        if step % self._course.steps_per_epoch == 0 or self._job.accumulate > 1:
+            return  # the order of the next epoch is not known yet; pieces of a batch are fetched one by one
+        self._stepper.enter("data")
+        for lane in self._stepper.my_lanes:
+            rows = self._course.positions(self._arena.order, step, lane)
+            if len(rows):
+                # What fails here fails again in its own step, where the error can be told properly.
+                with contextlib.suppress(Exception):
+                    self._ahead[step, lane] = self._fetch(step, lane, 0, rows)
+
     def _run_piece(self, step: int, lane: int, number: int, rows: np.ndarray, total: int, stats: list[float]) -> None:
         job = self._job
         self._stepper.enter("data")
-        if self._source_draws:
-            set_seed(lane_seed(self._data_stream, step, lane, number))
-        inputs, target = self._source.fetch(rows)
+        ahead = self._ahead.pop((step, lane), None)
+        inputs, target = self._fetch(step, lane, number, rows) if ahead is None else ahead
         self._stepper.enter("compute")
         set_seed(lane_seed(self._lane_stream, step, lane, number))
         with job.autocast():

@@ -120,13 +120,14 @@ class Supervisor:
         seat = self.seats.get(slot)
         if seat is None:
             return False
+        # Announced first: a message that is larger than the socket's buffer must find its reader reading.
+        inbox = self.arena.control.slot_value(slot, "inbox")
+        self.arena.control.set_slot_value(slot, "inbox", inbox + 1)
+        self.arena.control.bell.ring()
         try:
             seat.process.channel.send(kind, body, fds)
         except (ChannelClosed, OSError):
             return False
-        inbox = self.arena.control.slot_value(slot, "inbox")
-        self.arena.control.set_slot_value(slot, "inbox", inbox + 1)
-        self.arena.control.bell.ring()
         return True
 
     def pids(self) -> dict[str, int]:
@@ -285,10 +286,7 @@ class Supervisor:
 
     def _repair(self) -> None:
         """Give every lane and unit whose owner is gone to somebody who lives, in every plan that may be in use."""
-        speeds = self._speeds()
-        control = self.arena.control
-        if not speeds:
-            return  # the next one that is ready takes it all
+        speeds, control = self._speeds(), self.arena.control
         living = set(self.membership.seated) - {s for s, st in self.membership.status.items() if st == "starting"}
         changed = False
         # All of them: the leader may just be committing one that is no longer the newest.
@@ -296,11 +294,14 @@ class Supervisor:
             for owners in (control.lane_owner(plan), control.unit_owner(plan)):
                 for dead in set(owners.tolist()) - living:
                     changed = True
+                    if not speeds:  # nobody's, so that a successor finds nothing before the supervisor knows of it
+                        owners[owners == dead] = -1
+                        continue
                     for item, heir in placement.heirs(owners.tolist(), dead, speeds).items():
                         owners[item] = heir
             if control.leader(plan) not in living:
                 changed = True
-                control.set_leader(plan, min(speeds))
+                control.set_leader(plan, min(speeds, default=-1))
         if changed:
             control.repairs += 1
             control.bell.ring()

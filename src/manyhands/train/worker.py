@@ -29,6 +29,7 @@ from manyhands.train.stack import answer_with_stack
 __all__ = ["main", "worker_slot"]
 
 _SETUP_TIMEOUT_S = 120.0
+_MESSAGE_TIMEOUT_S = 60.0  # a message that was announced must come
 _slot: int | None = None
 
 
@@ -103,6 +104,7 @@ class Worker:
         assert arena is not None
         self._channel, self._arena, self._job, self._slot = channel, arena, job, slot
         self._sources: dict[int, Source] = {}
+        self._answered = arena.control.slot_value(slot, "inbox")
         job.model.train()
         applier = None if job.template is None else Applier(arena, job.template, job.clips, slot)
         rows = (lambda step: []) if job.course is None else job.course.lane_rows
@@ -129,7 +131,7 @@ class Worker:
         while True:
             for lane in self._stepper.lanes():
                 self._runner.run(lane)
-            if self._stepper.finish():
+            if self._stepper.finish(self._runner.fetch_ahead):
                 return
 
     def _where(self) -> dict[str, Any]:
@@ -140,7 +142,11 @@ class Worker:
         return where
 
     def _answer(self) -> None:
-        while (message := self._channel.receive(0)) is not None:
+        while self._answered != self._arena.control.slot_value(self._slot, "inbox"):
+            message = self._channel.receive(_MESSAGE_TIMEOUT_S)
+            if message is None:
+                raise Stopped
+            self._answered += 1
             if message.kind == "leave":
                 raise Stopped
             if message.kind == "source":
