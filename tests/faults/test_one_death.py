@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from scenes import At, Cnn, Killer, Mlp, Scene, committed, kill_self, percentile, proof, send, table, wait_until
+from scenes import (
+    At,
+    Cnn,
+    Killer,
+    Mlp,
+    Scene,
+    committed,
+    first_time,
+    kill_self,
+    percentile,
+    proof,
+    send,
+    table,
+    wait_until,
+)
 from torch import nn
 
 import manyhands as mh
+from manyhands.core.order import epoch_order
 
 pytestmark = pytest.mark.fault
 
@@ -60,9 +76,8 @@ def test_death_in_the_forward_pass_of_an_exact_step(workers: int, tmp_path: Path
 
 
 def test_the_only_worker_dies_in_the_very_first_step(tmp_path: Path) -> None:
-    first = int(Scene().trainer.get("seed", 0))
-    order = __import__("manyhands.core.order", fromlist=["epoch_order"]).epoch_order(first, 0, 400)
-    scene = Scene(lambda: At(int(order[0]), kill_self, tmp_path / "marker"))
+    sample = int(epoch_order(0, 0, 400)[0])
+    scene = Scene(lambda: At(sample, kill_self, tmp_path / "marker"))
     killed = scene.run(1)
     assert killed.events("worker_died")[0]["step"] == 0
     assert killed.digest == Scene().run(1).digest
@@ -76,8 +91,6 @@ class DiesInLoss(nn.Module):
         self.marker = str(marker)
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        from scenes import first_time
-
         if first_time(self.marker):
             kill_self()
         return nn.functional.cross_entropy(output, target)
@@ -123,8 +136,6 @@ def test_death_during_validation_and_predict(tmp_path: Path) -> None:
 
 def test_a_fit_outside_of_the_main_thread_survives_as_well() -> None:
     scene, killer, outcomes = Scene(data=table(1600)), Killer(kills=3, first=5, last=100), []
-    import threading
-
     thread = threading.Thread(target=lambda: outcomes.append(scene.run(2, killer)))
     thread.start()
     thread.join(60)

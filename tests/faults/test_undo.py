@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ class Dying(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.base.step(self)
+        inspect.unwrap(self.base.step)(self)  # the wrapper would import torch's compiler into every worker
         if mh.worker_slot() is None or self.marker == "never":
             return
         self.calls += 1
@@ -88,22 +89,24 @@ def wide() -> nn.Module:
     return Mlp(width=6000, features=101)
 
 
+def kill_in_apply(trainer: mh.Trainer, wanted: int = 4) -> None:
+    """Kill a worker whenever it has begun to change units, also the successor in the same step."""
+    assert trainer._fit is not None
+    control, events = trainer._fit.session.control, trainer.history.events
+    while sum(1 for event in events if event["event"] == "worker_died" and event["undone"]) < wanted:
+        if committed(trainer) < 0:
+            return
+        for role, pid in trainer.pids.items():
+            if control.slot_value(int(role.partition("-")[2]), "undo_step") > 0 and send(pid, signal.SIGKILL):
+                wait_until(lambda pid=pid: pid not in trainer.pids.values(), 10)
+
+
 @pytest.mark.parametrize("name", ["adam", "momentum", "adagrad"])
-def test_kills_while_a_large_tensor_is_being_applied(name: str) -> None:
-    """The optimizers that may be cut run torch's own fused kernels; the kill comes from outside, at the right moment."""
+def test_kills_while_large_tensors_are_being_applied(name: str) -> None:
+    """Optimizers that may be cut run torch's own kernels; the kill comes from outside, at the right moment."""
     scene = Scene(wide, optimizer=name, data=table(96, 101), epochs=5, batch_size=8)
-    wanted = 3
-
-    def kill_in_apply(trainer: mh.Trainer) -> None:
-        assert trainer._fit is not None
-        control, events = trainer._fit.session.control, trainer.history.events
-        while sum(1 for e in events if e["event"] == "worker_died" and e["undone"]) < wanted:
-            if committed(trainer) < 0:
-                return
-            for role, pid in trainer.pids.items():
-                if control.slot_value(int(role.partition("-")[2]), "undo_step") > 0 and send(pid, signal.SIGKILL):
-                    wait_until(lambda pid=pid: pid not in trainer.pids.values(), 10)
-
-    killed = scene.run(2, kill_in_apply)
-    assert sum(death["undone"] for death in killed.events("worker_died")) >= wanted
-    assert killed.digest == scene.run(3).digest
+    quiet = scene.run(3)
+    for _ in range(3):
+        killed = scene.run(2, kill_in_apply)
+        assert sum(death["undone"] for death in killed.events("worker_died")) >= 4
+        assert killed.digest == quiet.digest

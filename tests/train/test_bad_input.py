@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import subprocess
 import threading
@@ -78,8 +79,8 @@ TRAINER: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "loss sum": ({"loss": nn.MSELoss(reduction="sum")}, ModelError, r"reduction='sum'; valid: 'mean'"),
     "optimizer": ({"optimizer": "adamm"}, UsageError, r"unknown optimizer 'adamm'. Did you mean 'adam'\? Valid"),
     "optimizer number": ({"optimizer": 3}, ModelError, r"optimizer received 3; valid: a name"),
-    "optimizer foreign": ({"optimizer": foreign_optimizer()}, ModelError, r"parameters that the model does not have; build"),
-    "optimizer option": ({"optimizer": mh.optimizer("adam", rate=1)}, ModelError, r"cannot be built with \{'rate': 1\}"),
+    "optimizer foreign": ({"optimizer": foreign_optimizer()}, ModelError, r"the model does not have; build"),
+    "optimizer option": ({"optimizer": mh.optimizer("adam", rate=1)}, ModelError, r"cannot be built with .*rate"),
     "no optimizer": ({"optimizer": lambda p: 3}, ModelError, r"returned int; valid is a torch.optim.Optimizer"),
     "metric": ({"metrics": ["acuracy"]}, UsageError, r"unknown metric 'acuracy'. Did you mean 'accuracy'\? Valid"),
     "metric twice": ({"metrics": ["mae", "mae"]}, UsageError, r"two metrics are called 'mae'; valid"),
@@ -130,7 +131,8 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 def open_memory() -> int:
-    """Anonymous memory that this process holds."""
+    """Descriptors of anonymous memory that this process holds, without those that wait for the garbage collector."""
+    gc.collect()
     count = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -166,7 +168,7 @@ def nothing_started() -> Iterator[None]:
     watch.start()
     yield
     assert watch.stop() == set()
-    assert open_memory() == before, "the arena of the refused run is still held"
+    assert open_memory() <= before, "the arena of the refused run is still held"
 
 
 @pytest.mark.usefixtures("nothing_started")

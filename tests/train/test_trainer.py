@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +143,26 @@ def test_the_callers_model_is_trained_in_place_and_nothing_is_left_running() -> 
     assert sorted(seen) == ["worker-0", "worker-1", "worker-2"]
     assert len({*seen.values(), os.getpid()}) == 4
     assert trainer.pids == {} and worker_processes() == []
+
+
+def test_the_memory_of_a_fit_is_given_back_when_it_ends() -> None:
+    """And not when the garbage collector happens to come by: an arena is as large as the model many times over."""
+
+    def shared_kib() -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "RssShmem" in line)
+        return int(line.split()[1])
+
+    gc.collect()
+    before = shared_kib()
+    gc.disable()
+    try:
+        model = nn.Sequential(nn.Linear(FEATURES, 100_000), nn.Linear(100_000, CLASSES))
+        trainer, _ = train(model, optimizer="adam", workers=1, fit={"batch_size": 90})
+        trainer.predict(X)
+        after = shared_kib()
+    finally:
+        gc.enable()
+    assert after - before < 2_000, f"{after - before} KiB of shared memory are still mapped"
 
 
 def test_fit_again_goes_on_where_it_was() -> None:

@@ -19,16 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from manyhands.comm.arena import Arena
-from manyhands.comm.control import BANKS, PHASES
-from manyhands.core import placement
+from manyhands.comm.control import PHASES
 from manyhands.core.membership import Action, GiveUp, Membership, Propose, Release, Repair, Spawn
 from manyhands.engine import local
 from manyhands.engine.channel import Message
 from manyhands.errors import ChannelClosed, RunError, WorkerCrashed
 from manyhands.sync.undo import recover
+from manyhands.train.plans import Plans
 from manyhands.train.stack import StackFile
 
 __all__ = ["Limits", "Seat", "Supervisor"]
@@ -85,6 +83,7 @@ class Supervisor:
     limits: Limits = field(default_factory=Limits)
     seats: dict[int, Seat] = field(default_factory=dict)
     failure: BaseException | None = None
+    plans: Plans = field(init=False)
     _requests: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
     _recoveries: list[_Recovery] = field(default_factory=list)
     _closing: bool = False
@@ -95,6 +94,9 @@ class Supervisor:
     _next_tick: float = 0.0
     _next_balance: float = 0.0
     _seen_plan: int = -1
+
+    def __post_init__(self) -> None:
+        self.plans = Plans(self.arena, self.membership)
 
     # -- called from other threads --------------------------------------------------------------------------
     def start(self) -> None:
@@ -250,7 +252,7 @@ class Supervisor:
                 case Spawn(slot):
                     self._spawn(slot)
                 case Repair():
-                    self._repair()
+                    self.plans.repair()
                 case Propose():
                     self._proposal_due = True
                 case Release(slot):
@@ -270,56 +272,21 @@ class Supervisor:
             self.seats[slot] = Seat(process, stack, beat_time=time.monotonic())
             self._selector.register(process.pidfd, selectors.EVENT_READ, ("died", slot))
             self._selector.register(process.channel, selectors.EVENT_READ, ("message", slot))
+        except Exception as error:
+            self.fail(error)
+            return
+        # A job may be larger than what the connection holds, and the process may be stopped: nobody waits for it here.
+        threading.Thread(
+            target=self._hand_over, args=(slot, process, stack), name="manyhands-setup", daemon=True
+        ).start()
+
+    def _hand_over(self, slot: int, process: local.Process, stack: StackFile) -> None:
+        try:
             self.setup(slot, process, stack)
         except ChannelClosed:
             pass  # it died during the set-up; the kernel tells us
         except Exception as error:
             self.fail(error)
-
-    # -- plans ----------------------------------------------------------------------------------------------
-    def _speeds(self) -> dict[int, float]:
-        """Lanes per second of the active seats; a seat without a measurement counts as average."""
-        times = {slot: self.arena.control.slot_value(slot, "lane_ns") for slot in self.membership.active}
-        known = [t for t in times.values() if t > 0]
-        usual = sum(known) / len(known) if known else 1e6
-        return {slot: 1e9 / (t if t > 0 else usual) for slot, t in times.items()}
-
-    def _repair(self) -> None:
-        """Give every lane and unit whose owner is gone to somebody who lives, in every plan that may be in use."""
-        speeds, control = self._speeds(), self.arena.control
-        living = set(self.membership.seated) - {s for s, st in self.membership.status.items() if st == "starting"}
-        changed = False
-        # All of them: the leader may just be committing one that is no longer the newest.
-        for plan in range(control.committed[1], control.proposed + 1):
-            for owners in (control.lane_owner(plan), control.unit_owner(plan)):
-                for dead in set(owners.tolist()) - living:
-                    changed = True
-                    if not speeds:  # nobody's, so that a successor finds nothing before the supervisor knows of it
-                        owners[owners == dead] = -1
-                        continue
-                    for item, heir in placement.heirs(owners.tolist(), dead, speeds).items():
-                        owners[item] = heir
-            if control.leader(plan) not in living:
-                changed = True
-                control.set_leader(plan, min(speeds, default=-1))
-        if changed:
-            control.repairs += 1
-            control.bell.ring()
-
-    def _propose(self, owners: list[int] | None = None) -> None:
-        """Write a plan for the active seats; the leader adopts it with its next commit."""
-        speeds, control = self._speeds(), self.arena.control
-        if not speeds or control.proposed + 2 - control.committed[1] >= BANKS:
-            return  # the flag stays: tried again at the next tick
-        self._proposal_due = False
-        current = control.lane_owner(control.proposed).tolist()
-        lanes = owners or placement.place_lanes(len(current), speeds, current)
-        sizes = [unit.stop - unit.start for unit in self.arena.spec.units]
-        units = np.array(placement.place_units(sizes, speeds), np.int64)
-        plan = control.proposed + 1
-        control.write_plan(plan, min(speeds), lanes, units)
-        control.proposed = plan
-        self.on_event("plan", {"plan": plan, "lanes": lanes, "workers": len(speeds)})
 
     # -- watching -------------------------------------------------------------------------------------------
     def _watch_recoveries(self) -> None:
@@ -337,15 +304,13 @@ class Supervisor:
         plan = control.committed[1]
         if plan != self._seen_plan and plan == control.proposed:
             self._seen_plan = plan
-            owners = (
-                set(control.lane_owner(plan).tolist()) | set(control.unit_owner(plan).tolist()) | {control.leader(plan)}
-            )
-            self._do(self.membership.adopted(owners))
+            self._do(self.membership.adopted(self.plans.owners(plan)))
         if self._proposal_due:
             self._propose()
         if self.limits.balance_s and now >= self._next_balance:
             self._next_balance = now + self.limits.balance_s
-            self._balance()
+            if (better := self.plans.better()) is not None:
+                self._propose(better)
 
     def _examine(self, slot: int, seat: Seat, now: float) -> None:
         """End a process that is stopped, hangs, or never became ready."""
@@ -378,15 +343,13 @@ class Supervisor:
         self.on_event("worker_hung", {"worker": slot, "pid": seat.process.pid, "text": text})
         seat.process.signal(signal.SIGKILL)
 
-    def _balance(self) -> None:
-        control = self.arena.control
-        plan = control.committed[1]
-        owners = control.lane_owner(plan).tolist()
-        measured = all(control.slot_value(slot, "lane_ns") for slot in self.membership.active)
-        if plan != control.proposed or not measured or not set(owners) <= set(self.membership.active):
-            return
-        if len(self.membership.active) > 1 and (better := placement.rebalance(owners, self._speeds())) is not None:
-            self._propose(better)
+    def _propose(self, lanes: list[int] | None = None) -> None:
+        """Make a plan; when it cannot be made now, it is tried again at the next tick."""
+        placed = self.plans.propose(lanes)
+        self._proposal_due = placed is None
+        if placed is not None:
+            number, workers = self.arena.control.proposed, len(self.membership.active)
+            self.on_event("plan", {"plan": number, "lanes": placed, "workers": workers})
 
 
 def _since(moment: float) -> float:

@@ -1,0 +1,91 @@
+"""Writes who does what into the arena: repairs after a death, and plans for those who are there.
+
+What a good placement is, ``core/placement.py`` decides; this is the only code that writes owners.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from manyhands.comm.arena import Arena
+from manyhands.comm.control import BANKS
+from manyhands.core import placement
+from manyhands.core.membership import Membership
+
+__all__ = ["Plans"]
+
+_NOBODY = -1
+_USUAL_LANE_NS = 1e6  # before anything is measured; only ratios count
+
+
+@dataclass(slots=True)
+class Plans:
+    """The plans of one arena. Used by one thread, the supervisor's."""
+
+    arena: Arena
+    membership: Membership
+
+    def speeds(self) -> dict[int, float]:
+        """Lanes per second of the active seats; a seat without a measurement counts as average."""
+        times = {slot: self.arena.control.slot_value(slot, "lane_ns") for slot in self.membership.active}
+        known = [t for t in times.values() if t > 0]
+        usual = sum(known) / len(known) if known else _USUAL_LANE_NS
+        return {slot: 1e9 / (t if t > 0 else usual) for slot, t in times.items()}
+
+    def repair(self) -> None:
+        """Give every lane and unit whose owner is gone to somebody who lives, in every plan that may be in use.
+
+        Where nobody lives they become nobody's: a successor that is still starting must find nothing to do before
+        the supervisor knows of it, or two processes would do the same work.
+        """
+        speeds, control = self.speeds(), self.arena.control
+        living = {slot for slot, status in self.membership.status.items() if status != "starting"}
+        changed = False
+        # All of them: the leader may just be committing one that is no longer the newest.
+        for plan in range(control.committed[1], control.proposed + 1):
+            for owners in (control.lane_owner(plan), control.unit_owner(plan)):
+                for dead in set(owners.tolist()) - living:
+                    changed = True
+                    if not speeds:
+                        owners[owners == dead] = _NOBODY
+                    for item, heir in (placement.heirs(owners.tolist(), dead, speeds) if speeds else {}).items():
+                        owners[item] = heir
+            if control.leader(plan) not in living:
+                changed = True
+                control.set_leader(plan, min(speeds, default=_NOBODY))
+        if changed:
+            control.repairs += 1
+            control.bell.ring()
+
+    def propose(self, lanes: list[int] | None = None) -> list[int] | None:
+        """Write a plan for the active seats; the leader adopts it with its next commit.
+
+        Returns the owners of the lanes; None when there is nobody, or no bank is free until a plan is adopted.
+        """
+        speeds, control = self.speeds(), self.arena.control
+        if not speeds or control.proposed + 2 - control.committed[1] >= BANKS:
+            return None
+        current = control.lane_owner(control.proposed).tolist()
+        lanes = lanes or placement.place_lanes(len(current), speeds, current)
+        sizes = [unit.stop - unit.start for unit in self.arena.spec.units]
+        units = np.array(placement.place_units(sizes, speeds), np.int64)
+        control.write_plan(control.proposed + 1, min(speeds), lanes, units)
+        control.proposed += 1
+        return lanes
+
+    def better(self) -> list[int] | None:
+        """Owners that would finish a step markedly earlier by the measured speeds, if there are."""
+        control, active = self.arena.control, self.membership.active
+        plan = control.committed[1]
+        owners = control.lane_owner(plan).tolist()
+        measured = all(control.slot_value(slot, "lane_ns") for slot in active)
+        if len(active) < 2 or plan != control.proposed or not measured or not set(owners) <= set(active):
+            return None
+        return placement.rebalance(owners, self.speeds())
+
+    def owners(self, plan: int) -> set[int]:
+        """Every seat that ``plan`` names."""
+        control = self.arena.control
+        return {*control.lane_owner(plan).tolist(), *control.unit_owner(plan).tolist(), control.leader(plan)}

@@ -1,0 +1,87 @@
+"""Workers come and go in mid-epoch, and lanes move: the ledger stays exact and the weights are those of one worker."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from scenes import Scene, Sluggish, committed, proof, table, wait_until
+
+import manyhands as mh
+
+pytestmark = pytest.mark.fault
+
+
+class ResizeAt(mh.Callback):
+    """Resizes at given steps and records how many workers there were when the change was through."""
+
+    def __init__(self, plan: dict[int, int]) -> None:
+        self.plan, self.done = plan, []
+
+    def on_step_end(self, state: mh.State) -> None:
+        if state.step in self.plan:
+            state.resize(self.plan[state.step])
+            self.done.append(self.plan[state.step])
+
+
+def test_from_a_callback_in_mid_epoch(tmp_path: Path) -> None:
+    scene, resize = Scene(), ResizeAt({7: 4, 18: 2, 30: 3})
+    resized = scene.run(1, callbacks=[resize], run_dir=tmp_path / "run", checkpoint_every_s=60.0)
+    assert resize.done == [4, 2, 3]
+    assert resized.digest == scene.run(1).digest
+    assert proof(tmp_path / "run").exact
+    assert len(resized.events("worker_ready")) >= 5
+    assert len(resized.events("worker_left")) >= 2
+    assert resized.events("worker_died") == []
+
+
+def test_from_another_thread_while_steps_run() -> None:
+    scene, seen = Scene(data=table(6400), epochs=3), []
+
+    def resize(trainer: mh.Trainer) -> None:
+        for workers in (4, 2, 3, 1, 2):
+            trainer.resize(workers)
+            wait_until(lambda n=workers: len(trainer.pids) == n or committed(trainer) < 0, 20)
+            seen.append(len(trainer.pids))
+            time.sleep(0.05)
+
+    resized = scene.run(1, resize)
+    assert seen == [4, 2, 3, 1, 2]
+    assert {event["workers"] for event in resized.events("plan")} >= {1, 2, 3, 4}
+    assert resized.digest == scene.run(1).digest
+
+
+def test_more_workers_than_lanes_and_a_range() -> None:
+    scene = Scene(lanes=2)
+    assert scene.run(4).digest == scene.run(1).digest
+    trainer = mh.Trainer(scene.make_model(), workers=(1, 3))
+    with pytest.raises(mh.ManyhandsError, match=r"workers=\(1, 3\)"):
+        trainer.resize(4)
+    with pytest.raises(mh.ManyhandsError, match="received 0"):
+        trainer.resize(0)
+
+
+def test_resize_while_workers_start() -> None:
+    """A process that is told to go before it listens goes all the same."""
+    scene, done = Scene(data=table(3200)), []
+
+    def hasty(trainer: mh.Trainer) -> None:
+        for _ in range(4):
+            trainer.resize(4)
+            trainer.resize(1)
+        trainer.resize(2)
+        wait_until(lambda: len(trainer.pids) == 2 or committed(trainer) < 0, 20)
+        done.append(len(trainer.pids))
+
+    assert scene.run(2, hasty).digest == scene.run(1).digest
+    assert done == [2]
+
+
+def test_lanes_move_away_from_a_slow_worker() -> None:
+    scene = Scene(Sluggish, data=table(3200), epochs=2, lanes=8, trainer={"limits": mh.Limits(balance_s=0.1)})
+    moved = scene.run(2)
+    shares = [event["lanes"].count(0) for event in moved.events("plan") if event["workers"] == 2]
+    assert shares[0] == 4
+    assert min(shares) <= 2, "the slow worker kept its lanes"
+    assert moved.digest == Scene(data=table(3200), epochs=2, lanes=8).run(1).digest
