@@ -22,7 +22,7 @@ from manyhands.comm.segment import Segment
 __all__ = ["BANKS", "PHASES", "SLOT_FIELDS", "Control", "ControlShape"]
 
 BANKS = 8
-_PLAN_BITS = 20
+_PLAN_BITS = 24
 _HEAD = ("commit", "proposed", "repairs", "horizon", "held", "stop", "bell", "first_commit_ns", "desk")
 SLOT_FIELDS = (
     "beat",  # counts every sign of life of the main thread

@@ -9,6 +9,7 @@ Only a process's own children are ever sent a pickle, and only they may send one
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections.abc import Callable, Mapping
@@ -204,8 +205,9 @@ def _find_culprit(obj: object, path: str = "", depth: int = 3) -> str | None:
         members = [(f"{path}[{key!r}]", value) for key, value in obj.items()]
     elif isinstance(obj, (list, tuple)):
         members = [(f"{path}[{index}]", value) for index, value in enumerate(obj)]
-    elif hasattr(obj, "__dict__"):
-        members = [(f"{path}.{key}", value) for key, value in vars(obj).items()]
+    else:
+        names = [*getattr(obj, "__dict__", ()), *getattr(type(obj), "__slots__", ())]
+        members = [(f"{path}.{name}", getattr(obj, name)) for name in names if hasattr(obj, name)]
     for name, value in members:
         try:
             cloudpickle.dumps(value)
@@ -226,15 +228,21 @@ def load_value(code: bytes) -> Any:
 
 def pack_exception(error: BaseException) -> bytes:
     """An exception as bytes, with as much of it as can be pickled."""
+    # Taken apart: a class whose constructor wants other arguments than it hands on would not unpickle.
+    attributes = {}
+    for name, value in vars(error).items():
+        with contextlib.suppress(Exception):
+            attributes[name] = cloudpickle.dumps(value)
     try:
-        code: bytes = cloudpickle.dumps(error)
-        pickle.loads(code)  # some exceptions pickle but do not unpickle
+        return bytes(cloudpickle.dumps((type(error), error.args, attributes)))
     except Exception:
-        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")))
-    return code
+        return bytes(cloudpickle.dumps((RuntimeError, (f"{type(error).__name__}: {error}",), {})))
 
 
 def load_exception(code: bytes) -> BaseException:
     """The exception that a child of ours sent."""
-    error = pickle.loads(code)
-    return error if isinstance(error, BaseException) else RuntimeError(str(error))
+    kind, arguments, attributes = pickle.loads(code)
+    error: BaseException = kind.__new__(kind, *arguments)
+    for name, value in attributes.items():
+        setattr(error, name, pickle.loads(value))
+    return error

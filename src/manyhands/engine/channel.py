@@ -15,7 +15,7 @@ import msgspec
 
 from manyhands.errors import ChannelClosed
 
-__all__ = ["Channel", "Message"]
+__all__ = ["Channel", "Message", "readable"]
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 32
@@ -28,6 +28,13 @@ class Message:
     kind: str
     body: dict[str, Any]
     fds: list[int] = field(default_factory=list)
+
+
+def readable(fd: int, timeout_s: float) -> bool:
+    """Whether ``fd`` can be read, or has ended, within ``timeout_s``. Unlike select, for any number of files."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 class Channel:
@@ -62,7 +69,7 @@ class Channel:
 
     def poll(self, timeout_s: float = 0) -> bool:
         """Whether a message (or the end) can be read within ``timeout_s``."""
-        return bool(select.select([self._socket], [], [], timeout_s)[0])
+        return readable(self._socket.fileno(), timeout_s)
 
     def receive(self, timeout_s: float) -> Message | None:
         """The next message; None when none begins within ``timeout_s``. Raises ChannelClosed at the end."""

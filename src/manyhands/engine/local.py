@@ -9,14 +9,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 
-from manyhands.engine.channel import Channel
+from manyhands.engine.channel import Channel, readable
 from manyhands.errors import ChannelClosed, EngineError
 
 __all__ = ["Process", "shutdown", "spawn", "warm", "zygote_pid"]
@@ -39,7 +38,7 @@ class Process:
 
     def is_alive(self) -> bool:
         """False once the process has ended and can write nothing any more."""
-        return self.pidfd >= 0 and not select.select([self.pidfd], [], [], 0)[0]
+        return self.pidfd >= 0 and not readable(self.pidfd, 0)
 
     def signal(self, number: int) -> None:
         """Send a signal; a process that is gone is no error."""
@@ -49,7 +48,7 @@ class Process:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end; False when it still runs after ``timeout_s``."""
-        return self.pidfd < 0 or bool(select.select([self.pidfd], [], [], timeout_s)[0])
+        return self.pidfd < 0 or readable(self.pidfd, timeout_s)
 
     def ending(self) -> str:
         """How the process ended, in words."""

@@ -42,7 +42,19 @@ class _Piece:
 class _Batch:
     """Units [first, stop) that are reduced, saved and applied together."""
 
-    __slots__ = ("first", "given", "lanes", "numbers", "optimizer", "piece_of", "pieces", "scratch", "start", "stop")
+    __slots__ = (
+        "first",
+        "given",
+        "homes",
+        "lanes",
+        "numbers",
+        "optimizer",
+        "piece_of",
+        "pieces",
+        "scratch",
+        "start",
+        "stop",
+    )
 
     first: int
     stop: int
@@ -53,6 +65,7 @@ class _Batch:
     optimizer: torch.optim.Optimizer
     numbers: np.ndarray  # (pieces, scalars): the optimizer's single numbers, which its state tensors are views of
     piece_of: np.ndarray  # the piece of each unit
+    homes: dict[int, dict[str, torch.Tensor]]  # where the state of a piece lies, by the number of the piece
     given: tuple[int, bytes] | None  # which gradient tensor, and which of its pieces, the optimizer has
 
 
@@ -170,17 +183,18 @@ class Applier:
     def _keep_state(self, batch: _Batch) -> None:
         """Write the optimizer's numbers to the table; state that it has just created moves into the arena."""
         arena = self._arena
-        if not arena.control.unit_ready[batch.first : batch.stop].all():
+        if not self._template.keeps_state or not arena.control.unit_ready[batch.first : batch.stop].all():
             for number, piece in enumerate(batch.pieces):
-                if not arena.control.unit_ready[piece.first] and batch.optimizer.state.get(piece.tensor):
+                if batch.optimizer.state.get(piece.tensor):
                     self._adopt(batch, number, piece)
         arena.scalars[batch.first : batch.stop] = batch.numbers[batch.piece_of]
 
     def _adopt(self, batch: _Batch, number: int, piece: _Piece) -> None:
         state = batch.optimizer.state[piece.tensor]
-        homes: dict[str, Any] = self._homes(piece) | self._numbers(batch, number)
-        for name, home in homes.items():
-            if state.get(name) is not None:
+        if number not in batch.homes:
+            batch.homes[number] = {**self._homes(piece), **self._numbers(batch, number)}
+        for name, home in batch.homes[number].items():
+            if state.get(name) is not None and state[name] is not home:
                 home.copy_(torch.as_tensor(state[name]))
                 state[name] = home
         self._arena.control.unit_ready[piece.first : piece.stop] = 1
@@ -200,14 +214,15 @@ class Applier:
         needs_scratch = spec.lanes > 1 or bool(self._clips)
         batch.scratch = torch.empty((end - batch.start) // dtype.itemsize if needs_scratch else 0, dtype=dtype)
         batch.pieces = self._pieces(first, stop)
-        batch.given = None
+        batch.given, batch.homes = None, {}
         batch.piece_of = np.repeat(np.arange(len(batch.pieces)), [piece.stop - piece.first for piece in batch.pieces])
         batch.numbers = self._arena.scalars[[piece.first for piece in batch.pieces]].astype(np.float32)
         batch.optimizer = self._template.build([(self._template.group_of[p.parameter], p.tensor) for p in batch.pieces])
         self._template.set_hyper(batch.optimizer, self._hyper)
         for number, piece in enumerate(batch.pieces):
             if self._arena.control.unit_ready[piece.first]:
-                batch.optimizer.state[piece.tensor] = {**self._homes(piece), **self._numbers(batch, number)}
+                batch.homes[number] = {**self._homes(piece), **self._numbers(batch, number)}
+                batch.optimizer.state[piece.tensor] = dict(batch.homes[number])
         return batch
 
     def _pieces(self, first: int, stop: int) -> list[_Piece]:

@@ -62,7 +62,7 @@ def resolve_clip(clip: float | Clip | Sequence[Clip] | None) -> tuple[Clip, ...]
     """A number means a global norm; a sequence is applied in its order."""
     if clip is None:
         return ()
-    if isinstance(clip, (int, float)):
+    if isinstance(clip, (int, float)) and not isinstance(clip, bool):
         return (ClipNorm(float(clip)),)
     chain = tuple(clip) if isinstance(clip, (list, tuple)) else (clip,)
     for item in chain:

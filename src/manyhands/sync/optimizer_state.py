@@ -36,7 +36,7 @@ _ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
+_LENGTHS = (23, 19, 17, 13, 11, 7, 5, 3)  # of the stand-ins: unlike each other and unlike what state is made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,15 @@ class Template:
         return self.kind in _ELEMENTWISE
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether state tensors are changed in place, as torch's own optimizers do, and never replaced."""
+        return self.kind.__module__.startswith("torch.optim")
+
+    @property
     def step(self) -> Callable[[torch.optim.Optimizer], Any]:
         """The step itself. Torch wraps the steps of its own optimizers for its compiler, and the wrapper imports
         it: a second of start-up that buys nothing here. Call it without gradients."""
-        bare = self.kind.__module__.startswith("torch.optim")
-        return inspect.unwrap(self.kind.step) if bare else self.kind.step
+        return inspect.unwrap(self.kind.step) if self.keeps_state else self.kind.step
 
     @property
     def wants_sparse(self) -> bool:
@@ -121,7 +125,8 @@ def without_compiler() -> Iterator[None]:
     try:
         yield
     finally:
-        delattr(function, "__dynamo_disable")
+        with contextlib.suppress(AttributeError):  # another thread may have been here
+            delattr(function, "__dynamo_disable")
 
 
 def _number(value: object) -> bool:
@@ -167,7 +172,9 @@ def template_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Ten
     groups = [
         {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
     ]
-    attributes = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state") and "hook" not in k}
+    attributes = {
+        k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "step") and "hook" not in k
+    }
     attributes["_warned_capturable_if_run_uncaptured"] = True
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         attributes[name] = type(vars(optimizer).get(name, {}))()
@@ -182,7 +189,8 @@ def layout_of(template: Template, entries: Sequence[Entry]) -> StateLayout:
     """Find the state of every parameter by one step on stand-ins."""
     layout, seen, offset = StateLayout(), {}, 0
     for index, entry in enumerate(entries):
-        key = (template.group_of[index], len(entry.shape), entry.dtype)
+        # A parameter without dimensions is tried as a vector: its state would look like single numbers.
+        key = (template.group_of[index], max(len(entry.shape), 1), entry.dtype)
         if key not in seen:
             seen[key] = _probe(template, *key)
         for name, value in seen[key].items():
@@ -201,7 +209,7 @@ def layout_of(template: Template, entries: Sequence[Entry]) -> StateLayout:
 
 
 def _probe(template: Template, group: int, dimensions: int, dtype: str) -> dict[str, Any]:
-    shape = _PRIMES[:dimensions]
+    shape = _LENGTHS[:dimensions]
     stand_in = torch.nn.Parameter(torch.ones(shape, dtype=getattr(torch, dtype)))
     stand_in.grad = torch.ones_like(stand_in).to_sparse(1) if template.wants_sparse else torch.ones_like(stand_in)
     try:
@@ -223,6 +231,8 @@ def _probe(template: Template, group: int, dimensions: int, dtype: str) -> dict[
 
 
 def _translate(shape: tuple[int, ...], real: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that stand-in state has for the real parameter: each prime stands for one dimension."""
-    size = dict(zip(_PRIMES, real, strict=False))
+    """The shape that stand-in state has for the real parameter: each length stands for one dimension."""
+    if not real and shape == _LENGTHS[:1]:
+        return real
+    size = dict(zip(_LENGTHS, real, strict=False))
     return tuple(size.get(length, length) for length in shape)

@@ -134,6 +134,7 @@ class Dispatch:
             return
         first = message.body["first"]
         self.results[first] = message.body
+        self.supervisor.progress += 1
         held = self._held.get(slot, [])
         self._held[slot] = [c for c in held if not (c[0] <= first < c[1] and first + message.body["count"] >= c[1])]
 

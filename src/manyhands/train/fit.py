@@ -11,44 +11,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
-from manyhands.core.ledger import Ledger
 from manyhands.core.order import epoch_order, order_digest
 from manyhands.data.source import Source
-from manyhands.errors import CheckpointMismatch, ManyhandsError
-from manyhands.observe.events import EventLog
+from manyhands.errors import CheckpointMismatch
 from manyhands.train import architecture
+from manyhands.train.archive import Archive, Saving
 from manyhands.train.callbacks import CallbackList, State, wants_steps
-from manyhands.train.checkpoint import BackgroundSaver, Checkpoint, CheckpointStore
+from manyhands.train.checkpoint import Checkpoint
 from manyhands.train.evaluation import add_up
 from manyhands.train.history import History
 from manyhands.train.interrupt import Interrupts
 from manyhands.train.lane import Job
-from manyhands.train.ledger_file import LedgerFile
 from manyhands.train.progress import Progress
+from manyhands.train.receipt import plain_settings
 from manyhands.train.run_folder import RunFolder
 from manyhands.train.schedule import Course, Schedule
 from manyhands.train.session import Session
 from manyhands.train.state import ModelState
 
-__all__ = ["Fit", "Saving"]
+__all__ = ["Fit"]
 
 _POLL_S = 0.05
 _QUIET_EVENTS = ("plan", "worker_ready", "worker_left")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """When checkpoints are written. None turns a rule off; with neither, nothing is saved at the end either."""
-
-    every_s: float | None = 60.0
-    every_steps: int | None = None
-    keep: int = 2
-
-    @property
-    def on(self) -> bool:
-        return self.every_s is not None or self.every_steps is not None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +43,7 @@ class Fit:
     """The state of a fit in the caller. Implements the callbacks' Controls."""
 
     model: nn.Module
+    optimizer: torch.optim.Optimizer
     session: Session
     memory: ModelState
     job: Job
@@ -69,50 +57,37 @@ class Fit:
     history: History
     progress: Progress
     saving: Saving
-    folder: RunFolder | None
+    archive: Archive = field(init=False)
     lock_step: bool = False
-    events: EventLog | None = None
-    ledger: Ledger = field(default_factory=Ledger)
-    saver: BackgroundSaver | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)
     start_step: int = 0
     stop_reason: str | None = None
-    _ledger_file: LedgerFile | None = None
     _consumed: int = 0
     _sums: np.ndarray = field(default_factory=lambda: np.zeros(2))
     _last_sums: np.ndarray = field(default_factory=lambda: np.zeros(2))
-    _last_save: float = 0.0
-    _last_save_step: int = 0
     _rate: float = 0.0
     _rate_mark: tuple[float, int] = (0.0, 0)
-    _begun: float = 0.0
+    _begun_ns: int = 0
+    _closed: bool = False
     _architecture: dict[str, Any] | None = None
 
-    # -- preparation ----------------------------------------------------------------------------------------
-    def prepare(self, checkpoint: Checkpoint | None) -> None:
-        """Open the run's files and go to where a checkpoint stopped."""
+    # -- opening and closing --------------------------------------------------------------------------------
+    def open(self, folder: RunFolder | None, *, events: bool) -> None:
+        """Open the files of the run."""
+        self._begun_ns = time.monotonic_ns()
         self._sums = np.zeros(2 + sum(metric.width for metric in self.job.metrics))
         self.lock_step = wants_steps(self.callbacks)
-        self._architecture = architecture.describe(self.model) if self.folder is not None else None
-        if self.folder is not None:
-            self._ledger_file = LedgerFile(self.folder.ledger)
-            self.ledger = self._ledger_file.load()
-            store = CheckpointStore(self.folder.checkpoints, keep=self.saving.keep)
-            self.saver = BackgroundSaver(store, on_error=self._saving_failed)
-        if checkpoint is not None:
-            self._go_to(checkpoint)
-        elif self.ledger.next_step:
-            self.ledger.rollback(0)
-        self._consumed = self._last_save_step = self.start_step
+        self.session.on_event(self.hear_event)
+        self._architecture = None if folder is None else architecture.describe(self.model)
+        self.archive = Archive(folder, self.saving, events=events, on_trouble=self._saving_failed)
+        self.archive.go_to(0)
 
-    def _go_to(self, checkpoint: Checkpoint) -> None:
+    def go_to(self, checkpoint: Checkpoint) -> None:
+        """Take up the run where a checkpoint stopped."""
         meta = checkpoint.meta
-        here = {"samples": self.course.samples, "batch_size": self.course.batch_size, "lanes": self.course.lanes}
-        here |= {"seed": self.job.seed, "shuffle": self.shuffle, "drop_last": self.course.drop_last}
+        here = self._course_facts()
         wrong = [
-            f"{name} was {meta['course'][name]}, is {value}"
-            for name, value in here.items()
-            if meta["course"][name] != value
+            f"{name} was {meta['course'][name]}, is {here[name]}" for name in here if meta["course"][name] != here[name]
         ]
         if wrong:
             raise CheckpointMismatch(
@@ -120,20 +95,47 @@ class Fit:
                 "Resume with the same data, batch size, lanes and seed, or start a new run."
             )
         self.memory.load(checkpoint.tensors)
-        self.start_step = checkpoint.step
+        self.start_step = self._consumed = checkpoint.step
         known = History.from_dict(meta["history"])
+        known.events += self.history.events
         self.history.__dict__.update(known.__dict__)
         self._sums[:] = meta["sums"]
         losses = self.history.metrics.get("loss", [])
         self.schedule.advance_to(checkpoint.step, self.course.steps_per_epoch, losses)
         self.schedule.load_state(meta["schedule"])
         self.callbacks.load_state_dict(meta["callbacks"])
-        self.ledger.rollback(checkpoint.step)
+        self.archive.go_to(checkpoint.step)
+
+    def _course_facts(self) -> dict[str, Any]:
+        return {
+            "samples": self.course.samples, "batch_size": self.course.batch_size, "lanes": self.course.lanes,
+            "seed": self.job.seed, "shuffle": self.shuffle, "drop_last": self.course.drop_last,
+        }  # fmt: skip
+
+    def close(self) -> int:
+        """End the workers and close the files; returns how many processes there were. Again does nothing."""
+        if self._closed:
+            return 0
+        self._closed = True
+        self.history.bill = self.session.bill()
+        first = self.session.control.first_commit_ns
+        self.history.first_step_s = (first - self._begun_ns) / 1e9 if first else None
+        stopped = self.session.close()
+        if hasattr(self, "archive"):
+            self.archive.close()
+        return stopped
+
+    def describe(self, status: str, settings: dict[str, Any]) -> None:
+        """Write run.json: every effective setting, and how the run stands."""
+        progress = {
+            "status": status, "steps": self.session.control.steps or self.start_step, "bill": self.history.bill,
+            "history": self.history.to_dict()["metrics"],
+        }  # fmt: skip
+        self.archive.write_run({**settings, **plain_settings(self.model, self.optimizer, self.course), **progress})
 
     # -- the run --------------------------------------------------------------------------------------------
     def run(self) -> History:
         """Train to the last epoch, or until somebody asks to stop."""
-        self._begun = self._last_save = time.monotonic()
         state = State(
             controls=self, epochs=self.epochs, steps_per_epoch=self.course.steps_per_epoch, history=self.history
         )
@@ -154,7 +156,7 @@ class Fit:
         per_epoch = self.course.steps_per_epoch
         order = epoch_order(self.job.seed, epoch, self.course.samples, self.shuffle)
         self.session.arena.order[epoch % 2] = order
-        self.ledger.begin_epoch(
+        self.archive.ledger.begin_epoch(
             epoch, self.course.samples, self.course.batch_size, order_digest(order),
             first_step=epoch * per_epoch, drop_last=self.course.drop_last,
         )  # fmt: skip
@@ -166,7 +168,8 @@ class Fit:
                 self._one_step(state)
             else:
                 self._run_to(end)
-            self._save_if_due()
+            if self.session.control.steps < end:  # at the end the epoch is recorded first
+                self._save_if_due()
         if self.session.control.steps < end:
             self.session.hold()
             self._consume()
@@ -178,7 +181,7 @@ class Fit:
         state.metrics = values
         state.step = self.session.control.steps
         self.history.append(epoch, values)
-        self._emit("epoch", epoch=epoch, **values)
+        self.archive.emit("epoch", epoch=epoch, **values)
         self._show(epoch, values)
         self.callbacks.on_epoch_end(state)
         self._save_if_due()
@@ -186,7 +189,7 @@ class Fit:
     def _run_to(self, end: int) -> None:
         """Let the workers run towards ``end`` until it is time to look at something else."""
         losses = self.history.metrics.get("loss", [])
-        while not self.stop_reason and not self.interrupts.asked and not self._saving_due():
+        while not self.stop_reason and not self.interrupts.asked and not self.archive.due(self.session.control.steps):
             horizon = min(end, self._consumed + self.session.arena.spec.ring)
             self.schedule.fill(self.session.arena, horizon, self.course.steps_per_epoch, losses)
             self.session.allow(horizon)
@@ -232,10 +235,10 @@ class Fit:
             self._last_sums = sums
         self._consumed = steps
         epoch = first // per_epoch
-        self.ledger.commit(epoch, first, steps - 1)
+        self.archive.ledger.commit(epoch, first, steps - 1)
         for step in skipped:
-            self.ledger.skip(epoch, step, "the loss was not finite")
-            self._emit("step_skipped", step=step, why="the loss was not finite")
+            self.archive.ledger.skip(epoch, step, "the loss was not finite")
+            self.archive.emit("step_skipped", step=step, why="the loss was not finite")
 
     def _values(self, sums: np.ndarray) -> dict[str, float]:
         count = int(sums[0])
@@ -274,33 +277,21 @@ class Fit:
             min(epoch + 1, self.epochs), self.epochs, within, self.course.steps_per_epoch, shown, self._rate, workers
         )
 
-    def _emit(self, event: str, **fields: Any) -> None:
-        if self.events is not None:
-            self.events.emit(event, **fields)
-
     def hear_event(self, event: str, fields: dict[str, Any]) -> None:
         """Something happened to a worker."""
         self.history.events.append({"event": event, "time": time.time(), **fields})
-        self._emit(event, **fields)
+        self.archive.emit(event, **fields)
         if event not in _QUIET_EVENTS:
             self.progress.event(describe_event(event, fields))
 
     # -- saving ---------------------------------------------------------------------------------------------
-    def _saving_due(self) -> bool:
-        if self.saver is None:
-            return False
-        steps = self.session.control.steps
-        by_time = self.saving.every_s is not None and time.monotonic() - self._last_save >= self.saving.every_s
-        by_steps = self.saving.every_steps is not None and steps - self._last_save_step >= self.saving.every_steps
-        return steps > self._last_save_step and (by_time or by_steps)
-
     def _save_if_due(self) -> None:
-        if self._saving_due():
+        if self.archive.due(self.session.control.steps):
             self.checkpoint()
 
     def checkpoint(self) -> None:
         """Save the state at the next step boundary, in the background."""
-        if self.saver is None:
+        if self.archive.folder is None:
             return
         horizon = self.session.control.horizon
         step = self.session.hold()
@@ -308,20 +299,11 @@ class Fit:
         tensors, meta = self.memory.snapshot(), self._meta()
         if step < horizon:
             self.session.allow(horizon)
-        self._last_save, self._last_save_step = time.monotonic(), step
-        try:
-            if self._ledger_file is not None:
-                self._ledger_file.flush(self.ledger)
-            self.saver.submit(step, tensors, meta)
-        except ManyhandsError as error:
-            self._saving_failed(error)
+        self.archive.save(step, tensors, meta)
 
     def _meta(self) -> dict[str, Any]:
         return {
-            "course": {
-                "samples": self.course.samples, "batch_size": self.course.batch_size, "lanes": self.course.lanes,
-                "seed": self.job.seed, "shuffle": self.shuffle, "drop_last": self.course.drop_last,
-            },
+            "course": self._course_facts(),
             "epochs": self.epochs,
             "history": self.history.to_dict(),
             "sums": self._sums.tolist(),
@@ -330,26 +312,17 @@ class Fit:
             "architecture": self._architecture,
         }  # fmt: skip
 
-    def _saving_failed(self, error: Exception) -> None:
-        self.hear_event("checkpoint_failed", {"text": str(error)})
+    def _saving_failed(self, text: str) -> None:
+        self.hear_event("checkpoint_failed", {"text": text})
 
     def finish(self) -> int | None:
-        """Save the last step and wait for it; returns the step that is on disk, if one is."""
-        if self.saver is None:
-            return None
-        if (
-            self.saving.on
-            and self.session.control.steps > 0
-            and self.saver.last_saved_step != self.session.control.steps
-        ):
+        """Give model and optimizer their new state, save the last step, and wait; returns the step on disk, if any."""
+        self.current_model()
+        self.memory.copy_out_optimizer(self.model, self.optimizer)
+        if self.archive.wants_last(self.session.control.steps):
             self.checkpoint()
-        self.saver.wait(600)
-        if self._ledger_file is not None:
-            try:
-                self._ledger_file.flush(self.ledger)
-            except ManyhandsError as error:
-                self._saving_failed(error)
-        return self.saver.last_saved_step
+        self.archive.finish()
+        return self.archive.last_saved_step
 
     # -- what callbacks may ask -----------------------------------------------------------------------------
     def current_model(self) -> nn.Module:
@@ -368,11 +341,11 @@ class Fit:
     def stop(self, reason: str) -> None:
         """End the run after the current step."""
         self.stop_reason = reason
-        self._emit("stop", why=reason)
+        self.archive.emit("stop", why=reason)
 
     def resize(self, workers: int) -> None:
         """Go on with another number of workers."""
-        self._emit("resize", workers=workers)
+        self.archive.emit("resize", workers=workers)
         self.session.supervisor.resize(workers)
 
 

@@ -71,7 +71,8 @@ def launch(
     def hear(event: str, fields: dict[str, Any]) -> None:
         launched.events.append({"event": event, "time": time.time(), **fields})
 
-    with Session(arena, job, count, hear, limits) as session:
+    with Session(arena, job, count, limits) as session:
+        session.on_event(hear)
         session.start(0)
         session.allow(_ENDLESS)
         launched.value = _result(session)

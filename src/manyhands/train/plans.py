@@ -17,6 +17,7 @@ from manyhands.core.membership import Membership
 __all__ = ["Plans"]
 
 _NOBODY = -1
+_FORGET = 0.97  # the time of a seat that has no lanes, and so is not measured, shrinks by this at every look
 _USUAL_LANE_NS = 1e6  # before anything is measured; only ratios count
 
 
@@ -83,6 +84,8 @@ class Plans:
         measured = all(control.slot_value(slot, "lane_ns") for slot in active)
         if len(active) < 2 or plan != control.proposed or not measured or not set(owners) <= set(active):
             return None
+        for slot in set(active) - set(owners):  # or a worker that was slow once would stay idle for ever
+            control.set_slot_value(slot, "lane_ns", int(control.slot_value(slot, "lane_ns") * _FORGET) or 1)
         return placement.rebalance(owners, self.speeds())
 
     def owners(self, plan: int) -> set[int]:

@@ -42,7 +42,6 @@ class Session:
         arena: Arena,
         job: object,
         workers: int,
-        on_event: Callable[[str, dict[str, Any]], None],
         limits: Limits | None = None,
         places: Mapping[int, ship.Place] | None = None,
     ) -> None:
@@ -56,11 +55,15 @@ class Session:
             arena=arena,
             membership=Membership(target=workers, slots=arena.spec.slots),
             setup=self._set_up,
-            on_event=on_event,
+            on_event=_ignore,
             on_message=self._hear,
             on_leave=lambda slot: self.heard.put((slot, None)),
             limits=limits or Limits(),
         )
+
+    def on_event(self, hear: Callable[[str, dict[str, Any]], None]) -> None:
+        """Let ``hear`` know what happens to the workers."""
+        self.supervisor.on_event = hear
 
     def __enter__(self) -> Session:
         return self
@@ -174,9 +177,16 @@ class Session:
     def close(self) -> int:
         """End every process; returns how many there were."""
         count = self.supervisor.close()
+        # Whatever these hold would hold the arena: its memory must go now, not when a cycle is found.
+        self.supervisor.setup = self.supervisor.on_event = self.supervisor.on_message = _ignore
+        self.supervisor.on_leave = _ignore
         self._parcel.close()
         self.arena.close()
         return count
+
+
+def _ignore(*_: Any) -> None:
+    """Nobody listens."""
 
 
 def remote_error(slot: int, message: Message) -> BaseException:
@@ -198,6 +208,6 @@ def infer_alone(
 ) -> list[dict[str, Any]]:
     """Evaluate or predict with workers of its own."""
     state = ModelState(model, None, lanes=1, samples=0, stats=1, ring=1)
-    with Session(state.arena, job, workers, lambda *_: None, places=state.places) as session:
+    with Session(state.arena, job, workers, places=state.places) as session:
         session.start(0)
         return session.infer(kind, source, batch)

@@ -112,33 +112,38 @@ class ModelState:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.copy_(ours[name])
 
-    # -- by name, for checkpoints ---------------------------------------------------------------------------
-    def snapshot(self) -> dict[str, torch.Tensor]:
-        """A private copy of everything. The state must not change meanwhile."""
+    @torch.no_grad()
+    def copy_out_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Give ``optimizer`` its state, so that another fit goes on from it."""
+        parameters = dict(model.named_parameters())
+        for name, value in self._optimizer_tensors().items():
+            parameter, _, key = name.rpartition("/")
+            kept = value.float() if value.ndim == 0 and key in self.arena.spec.scalars else value.clone()
+            optimizer.state[parameters[parameter]][key] = kept
+
+    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """State by ``parameter/key``: views of the arena, and single numbers."""
         arena, spec = self.arena, self.arena.spec
-        copies = {f"model/{n}": t.clone() for n, t in self._model_tensors().items() if n not in self._trained_names}
-        for index, key in enumerate(["", *spec.planes]):
-            plane = arena.plane(index).clone()  # one large copy, then views of it
-            for number, entry in enumerate(spec.parameters):
-                if index and not self._ready(number):
-                    continue
-                view = (
-                    plane[entry.offset : entry.offset + entry.size_bytes].view(dtype_of(entry.dtype)).view(entry.shape)
-                )
-                copies[f"optimizer/{entry.name}/{key}" if index else f"model/{entry.name}"] = view
+        found: dict[str, torch.Tensor] = {}
+        for index, key in enumerate(spec.planes):
+            for number, view in enumerate(arena.parameters(1 + index)):
+                if self._ready(number):
+                    found[f"{spec.parameters[number].name}/{key}"] = view
         for number, extra in enumerate(spec.extras):
             if self._ready(extra.parameter):
-                copies[f"optimizer/{spec.parameters[extra.parameter].name}/{extra.key}"] = arena.extra(number).clone()
+                found[f"{spec.parameters[extra.parameter].name}/{extra.key}"] = arena.extra(number)
         for number, entry in enumerate(spec.parameters):
             if self._ready(number):
                 for column, key in enumerate(spec.scalars):
                     value = arena.scalars[self._units_of[number][0], column]
-                    copies[f"optimizer/{entry.name}/{key}"] = torch.tensor(value, dtype=torch.float64)
-        return copies
+                    found[f"{entry.name}/{key}"] = torch.tensor(value, dtype=torch.float64)
+        return found
 
-    @property
-    def _trained_names(self) -> set[str]:
-        return {entry.name for entry in self.arena.spec.parameters}
+    # -- by name, for checkpoints ---------------------------------------------------------------------------
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """A private copy of everything. The state must not change meanwhile."""
+        copies = {f"model/{name}": tensor.clone() for name, tensor in self._model_tensors().items()}
+        return copies | {f"optimizer/{name}": tensor.clone() for name, tensor in self._optimizer_tensors().items()}
 
     def _ready(self, parameter: int) -> bool:
         units = self._units_of.get(parameter)

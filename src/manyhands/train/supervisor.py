@@ -83,6 +83,9 @@ class Supervisor:
     limits: Limits = field(default_factory=Limits)
     seats: dict[int, Seat] = field(default_factory=dict)
     failure: BaseException | None = None
+    progress: int = 0
+    """Counts what was achieved apart from steps (batches of an inference): only deaths at a standstill are held
+    against a run."""
     plans: Plans = field(init=False)
     _requests: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
     _recoveries: list[_Recovery] = field(default_factory=list)
@@ -236,7 +239,7 @@ class Supervisor:
             return
         if leaving:
             self.on_event("worker_left", {"worker": slot, "pid": seat.process.pid})
-            self._do(self.membership.died(slot, step, how))
+            self._do(self.membership.died(slot, step + self.progress, how))
             return
         phase = PHASES[self.arena.control.slot_value(slot, "phase")]
         self.on_event(
@@ -244,7 +247,7 @@ class Supervisor:
             {"worker": slot, "pid": seat.process.pid, "how": how, "step": step, "phase": phase, "undone": undone},
         )
         self._recoveries.append(_Recovery(slot, step, time.monotonic(), how))
-        self._do(self.membership.died(slot, step, how))
+        self._do(self.membership.died(slot, step + self.progress, how))
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:

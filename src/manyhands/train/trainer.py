@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,25 +15,26 @@ from torch import nn
 from manyhands.config import environment
 from manyhands.data.adapt import Adapted, adapt
 from manyhands.engine import local
-from manyhands.errors import ModelError, UsageError
-from manyhands.observe.events import EventLog
+from manyhands.errors import CheckpointError, ModelError, UsageError
 from manyhands.sync.clip import resolve_clip
+from manyhands.train.archive import Saving
 from manyhands.train.callbacks import Callback, CallbackList
 from manyhands.train.checkpoint import Checkpoint, CheckpointStore
 from manyhands.train.evaluation import add_up
 from manyhands.train.export import save_model
-from manyhands.train.fit import Fit, Saving
+from manyhands.train.fit import Fit
 from manyhands.train.history import History
 from manyhands.train.lane import Job
 from manyhands.train.losses import resolve_loss
 from manyhands.train.metrics import resolve_metrics
 from manyhands.train.optimizers import resolve_optimizer
 from manyhands.train.progress import Progress
+from manyhands.train.receipt import closing_line, header, interrupted_line
 from manyhands.train.run_folder import RunFolder
 from manyhands.train.schedule import Course, resolve_schedule
 from manyhands.train.session import Session, infer_alone
 from manyhands.train.state import ModelState, check_model
-from manyhands.train.strategy import AllReduce, check_choice, resolve_sync, worker_range
+from manyhands.train.strategy import MOST_WORKERS, AllReduce, check_choice, resolve_sync, worker_range
 from manyhands.train.supervisor import Limits
 
 __all__ = ["Trainer"]
@@ -109,8 +110,8 @@ class Trainer:
     def resize(self, workers: int) -> None:
         """Change the number of workers, also while a fit runs (from a callback or another thread)."""
         first, most = self._workers
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise UsageError(f"resize received {workers!r}; valid is an integer of at least 1")
+        if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= MOST_WORKERS:
+            raise UsageError(f"resize received {workers!r}; valid is an integer from 1 to {MOST_WORKERS}")
         if first != most and not first <= workers <= most:
             raise UsageError(f"resize received {workers}; this trainer was given workers=({first}, {most})")
         if first == most:
@@ -152,20 +153,23 @@ class Trainer:
         view = Progress(progress)  # type: ignore[arg-type]
         callback_list = CallbackList(callbacks)
         saving = Saving(every_s=checkpoint_every_s, every_steps=checkpoint_every_steps, keep=keep)
-        folder = self._folder(run_dir, resume)
-        lock = folder.lock() if folder is not None else None
-        try:
+        with contextlib.ExitStack() as open_things:
+            folder = self._known_folder(run_dir, resume)
+            if folder is not None:
+                open_things.enter_context(folder.lock())
             checkpoint, warnings = self._checkpoint(folder, resume)
             course = self._course(adapted, batch_size, lanes, epochs, checkpoint)
-            fit = self._prepare(adapted, checked, course, epochs, shuffle, callback_list, view, saving, folder)
-            if folder is not None and events:
-                fit.events = EventLog(folder.events)
+            fit = self._prepare(adapted, checked, course, epochs, shuffle, callback_list, view, saving)
+            open_things.callback(fit.close)
+            if folder is None and run_dir is not False:  # made only now: a call that is refused leaves nothing behind
+                folder = self._new_folder(run_dir)
+                open_things.enter_context(folder.lock())
+            fit.open(folder, events=events)
             for text in warnings:
                 fit.hear_event("checkpoint_damaged", {"text": text})
-            return self._run(fit, adapted, checkpoint)
-        finally:
-            if lock is not None:
-                lock.release()
+            if checkpoint is not None:
+                fit.go_to(checkpoint)
+            return self._run(fit, [] if adapted.note is None else [adapted.note])
 
     def evaluate(self, data: Any, batch_size: int = _INFERENCE_BATCH) -> dict[str, float]:
         """Loss and metrics over all rows, exact and the same on any number of workers."""
@@ -183,8 +187,11 @@ class Trainer:
             results = self._infer("predict", adapted, batch_size)
         parts = []
         for result in results:
-            flat = torch.frombuffer(bytearray(result["rows"]), dtype=getattr(torch, result["dtype"]))
-            parts.append(flat.view(result["shape"]))
+            dtype = getattr(torch, result["dtype"])
+            raw = bytearray(result["rows"])
+            parts.append(
+                (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).view(result["shape"])
+            )
         return torch.cat(parts)
 
     def save(self, path: str | Path) -> Path:
@@ -205,20 +212,22 @@ class Trainer:
             raise UsageError(f"batch_size received {batch!r}; valid is an integer of at least 1")
         return infer_alone(self.model, self._job(), self._workers[1], kind, adapted.source, batch)
 
-    def _folder(self, run_dir: str | Path | bool | None, resume: str | Path | bool | None) -> RunFolder | None:
+    def _known_folder(self, run_dir: str | Path | bool | None, resume: str | Path | bool | None) -> RunFolder | None:
+        """The folder of an earlier run that this fit goes on with, if there is one."""
         if isinstance(resume, (str, Path)):
             if run_dir not in (None, True) and Path(str(run_dir)) != Path(resume):
                 raise UsageError(
                     f"run_dir={str(run_dir)!r} and resume={str(resume)!r} name two folders; give one of them"
                 )
-            folder = RunFolder.open(resume)
-        elif run_dir is False:
-            return None
-        elif run_dir in (None, True):
-            folder = RunFolder.create(environment("RUNS", "runs"), type(self.model).__name__.lower())
-        else:
-            folder = RunFolder.at(str(run_dir))
-        return folder
+            return RunFolder.open(resume)
+        if isinstance(run_dir, (str, Path)) and Path(run_dir).exists():
+            return RunFolder.at(run_dir)
+        return None
+
+    def _new_folder(self, run_dir: str | Path | bool | None) -> RunFolder:
+        if isinstance(run_dir, (str, Path)):
+            return RunFolder.at(run_dir)
+        return RunFolder.create(environment("RUNS", "runs"), type(self.model).__name__.lower())
 
     def _checkpoint(self, folder: RunFolder | None, resume: object) -> tuple[Checkpoint | None, list[str]]:
         if folder is None:
@@ -230,14 +239,22 @@ class Trainer:
                     f"{folder.path} holds checkpoints and resume=False; give another run_dir or resume=True"
                 )
             return None, []
-        return store.load_latest()
+        checkpoint, warnings = store.load_latest()
+        if checkpoint is None and (warnings or isinstance(resume, (str, Path))):
+            found = "; ".join(warnings) or "it has none"
+            raise CheckpointError(
+                f"{folder.path} has no checkpoint that can be used: {found}. "
+                "To start from the beginning, give another run_dir."
+            )
+        return checkpoint, warnings
 
     def _course(
         self, adapted: Adapted, batch_size: int | None, lanes: int | None, epochs: int, checkpoint: Checkpoint | None
     ) -> Course:
         batch = batch_size if batch_size is not None else adapted.batch_size or 32
         known = checkpoint.meta["course"]["lanes"] if checkpoint is not None else None
-        chosen = lanes if lanes is not None else known or min(self._workers[1], batch)
+        usual = min(self._workers[1], batch) if isinstance(batch, int) else 1
+        chosen = lanes if lanes is not None else known or usual
         for name, value in (("batch_size", batch), ("lanes", chosen), ("epochs", epochs)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name} received {value!r}; valid is an integer of at least 1")
@@ -255,143 +272,69 @@ class Trainer:
 
     def _prepare(
         self, adapted: Adapted, checked: Adapted | None, course: Course, epochs: int, shuffle: bool | None,
-        callbacks: CallbackList, view: Progress, saving: Saving, folder: RunFolder | None,
+        callbacks: CallbackList, view: Progress, saving: Saving,
     ) -> Fit:  # fmt: skip
         if self._optimizer is None:
             self._optimizer = resolve_optimizer(self._optimizer_item, self.model)
         check_model(self.model, self._optimizer)
         width = 2 + sum(metric.width for metric in self.metrics)
-        state = ModelState(
+        memory = ModelState(
             self.model, self._optimizer, lanes=course.lanes, samples=course.samples, stats=width, ring=_RING
         )
-        assert state.template is not None
-        keys = state.template.hyper
-        schedule = resolve_schedule(self._schedule, self._optimizer, epochs * course.steps_per_epoch, keys)
-        job = self._job(source=adapted.source, template=state.template, clips=self._clips, course=course)
         self.history = History()
-        events: list[Any] = []
-        session = Session(
-            state.arena, job, self._workers[1], lambda *event: events[0](*event), self._limits, state.places
-        )
-        fit = Fit(
-            model=self.model, session=session, memory=state, job=job, course=course, schedule=schedule, epochs=epochs,
-            shuffle=adapted.shuffle if shuffle is None else shuffle,
+        try:
+            assert memory.template is not None
+            total = epochs * course.steps_per_epoch
+            schedule = resolve_schedule(self._schedule, self._optimizer, total, memory.template.hyper)
+            job = self._job(source=adapted.source, template=memory.template, clips=self._clips, course=course)
+            session = Session(memory.arena, job, self._workers[1], limits=self._limits, places=memory.places)
+        except BaseException:
+            memory.arena.close()
+            raise
+        return Fit(
+            model=self.model, optimizer=self._optimizer, session=session, memory=memory, job=job, course=course,
+            schedule=schedule, epochs=epochs, shuffle=adapted.shuffle if shuffle is None else shuffle,
             validation=None if checked is None else checked.source, validation_batch=_INFERENCE_BATCH,
-            callbacks=callbacks, history=self.history, progress=view, saving=saving, folder=folder,
+            callbacks=callbacks, history=self.history, progress=view, saving=saving,
         )  # fmt: skip
-        events.append(fit.hear_event)
-        return fit
 
     # -- the run --------------------------------------------------------------------------------------------
-    def _run(self, fit: Fit, adapted: Adapted, checkpoint: Checkpoint | None) -> History:
-        begun = time.monotonic_ns()
-        self._fit, self.run_dir = fit, fit.folder.path if fit.folder is not None else None
-        ended, saved, stopped = "failed", None, 0
+    def _run(self, fit: Fit, notes: list[str]) -> History:
+        self._fit, self.run_dir = fit, None if fit.archive.folder is None else fit.archive.folder.path
+        settings = {
+            **self._notes, "loss": self.loss_name, "metrics": [metric.name for metric in self.metrics],
+            "workers": list(self._workers), "sync": self._sync.name, "seed": self._seed, "threads": self._threads,
+            "precision": self._precision, "accumulate": self._accumulate, "epochs": fit.epochs,
+        }  # fmt: skip
+        if self.run_dir is not None:
+            notes = [*notes, f"run folder {self.run_dir}"]
         try:
-            fit.prepare(checkpoint)
-            self._describe(fit, "running")
-            fit.progress.begin(self._header(fit, adapted))
+            fit.describe("running", settings)
+            fit.progress.begin(header(self.model, fit.course, settings, fit.start_step, notes))
             with fit.interrupts.watching():
-                try:
-                    fit.run()
-                    saved = fit.finish()
-                    fit.current_model()
-                    ended = "interrupted" if fit.interrupts.asked else "finished"
-                finally:
-                    stopped = self._close(fit, begun)
+                fit.run()
+                saved = fit.finish()
+                stopped = fit.close()
         except BaseException as error:
+            fit.close()
             fit.progress.end()
-            if self.run_dir is not None and isinstance(error, Exception) and (steps := _saved_steps(fit)):
-                error.add_note(f"saved up to step {steps}; go on with fit(..., resume={str(self.run_dir)!r})")
+            fit.describe("failed", settings)
+            if isinstance(error, Exception) and (step := fit.archive.last_saved_step):
+                error.add_note(f"saved up to step {step}; go on with fit(..., resume={str(self.run_dir)!r})")
             raise
         finally:
             self._fit = None
-            self._describe(fit, ended)
-            if fit.events is not None:
-                fit.events.close()
-        self._say_goodbye(fit, ended, saved, stopped)
+        fit.describe("interrupted" if fit.interrupts.asked else "finished", settings)
+        if fit.interrupts.asked:
+            self._leave(fit, saved, stopped)
+        fit.progress.end(closing_line(self.history, fit.session.control.steps - fit.start_step))
         return self.history
 
-    def _close(self, fit: Fit, begun: int) -> int:
-        self.history.bill = fit.session.bill()
-        first = fit.session.control.first_commit_ns
-        self.history.first_step_s = (first - begun) / 1e9 if first else None
-        if fit.saver is not None:
-            fit.saver.close()
-        stopped = fit.session.close()
-        if fit.interrupts.asked:
-            local.shutdown()
-            stopped += 1
-        return stopped
-
-    def _describe(self, fit: Fit, status: str) -> None:
-        """Write run.json: every effective setting, and how the run ended."""
-        if fit.folder is None:
-            return
-        course = fit.course
-        fit.folder.write_json(
-            "run.json",
-            {
-                **self._notes,
-                "status": status,
-                "model": type(self.model).__name__,
-                "parameters": sum(p.numel() for p in self.model.parameters()),
-                "loss": self.loss_name,
-                "optimizer": type(self._optimizer).__name__,
-                "hyper": [
-                    {k: v for k, v in group.items() if k != "params" and isinstance(v, (int, float, bool, tuple))}
-                    for group in (self._optimizer.param_groups if self._optimizer else [])
-                ],
-                "metrics": [metric.name for metric in self.metrics],
-                "workers": list(self._workers),
-                "sync": self._sync.name,
-                "seed": self._seed,
-                "threads": self._threads,
-                "precision": self._precision,
-                "accumulate": self._accumulate,
-                "samples": course.samples,
-                "batch_size": course.batch_size,
-                "lanes": course.lanes,
-                "epochs": fit.epochs,
-                "steps": fit.session.control.steps,
-                "bill": self.history.bill,
-                "history": self.history.to_dict()["metrics"],
-                "torch": torch.__version__,
-            },
-        )
-
-    def _header(self, fit: Fit, adapted: Adapted) -> list[str]:
-        course = fit.course
-        even = course.batch_size % course.lanes == 0
-        size = str(course.batch_size // course.lanes) if even else f"{course.batch_size / course.lanes:.1f} on average"
-        count = sum(p.numel() for p in self.model.parameters())
-        lines = [
-            f"{type(self.model).__name__} · {count:,} parameters · {course.samples:,} samples · "
-            f"{self._workers[1]} workers × {self._threads} thread{'s' * (self._threads > 1)} · seed {self._seed}",
-            f"batch {course.batch_size} global = {course.lanes} lanes × {size} · each sample once per epoch",
-        ]
-        if adapted.note:
-            lines.append(adapted.note)
-        if self.run_dir is not None:
-            lines.append(f"run folder {self.run_dir}")
-        if fit.start_step:
-            lines.append(f"resumed at step {fit.start_step} (epoch {fit.start_step // course.steps_per_epoch + 1})")
-        return lines
-
-    def _say_goodbye(self, fit: Fit, ended: str, saved: int | None, stopped: int) -> None:
-        bill = self.history.bill
-        total = sum(bill.values()) or 1.0
-        shares = " · ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in bill.items())
-        if ended == "finished":
-            fit.progress.end(f"{fit.session.control.steps - fit.start_step} steps · {shares}")
-            return
-        kept = f"saved step {saved}" if saved is not None else "nothing saved"
-        resume = f" · resume: manyhands resume {self.run_dir}" if self.run_dir is not None and saved is not None else ""
-        fit.progress.end(f"{kept} · {stopped} processes stopped · 0 left{resume}")
+    def _leave(self, fit: Fit, saved: int | None, stopped: int) -> NoReturn:
+        """After Ctrl-C or SIGTERM: nothing is left, and the receipt says so."""
+        local.shutdown()
+        left = len(fit.session.supervisor.seats) + (local.zygote_pid() is not None)
+        fit.progress.end(interrupted_line(saved, stopped + 1, left, self.run_dir))
         if fit.interrupts.signal == signal.SIGTERM:
             raise SystemExit(143)
         raise KeyboardInterrupt
-
-
-def _saved_steps(fit: Fit) -> int | None:
-    return None if fit.saver is None else fit.saver.last_saved_step

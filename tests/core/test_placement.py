@@ -1,0 +1,103 @@
+"""Placement against brute force and against what it must never do."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.core.placement import finish_time, heirs, place_lanes, place_units, rebalance
+
+speeds_of_slots = st.dictionaries(st.integers(0, 20), st.floats(0.1, 100.0), min_size=1, max_size=6)
+few_speeds = st.dictionaries(st.integers(0, 5), st.floats(0.1, 10.0), min_size=1, max_size=3)
+lane_counts = st.integers(0, 40)
+
+
+def best_finish_time(lanes: int, speeds: Mapping[int, float]) -> float:
+    every = itertools.product(speeds, repeat=lanes)
+    return min((finish_time(owners, speeds) for owners in every), default=0.0)
+
+
+@given(st.integers(0, 6), few_speeds)
+def test_no_placement_finishes_earlier(lanes: int, speeds: dict[int, float]) -> None:
+    owners = place_lanes(lanes, speeds)
+    assert finish_time(owners, speeds) == pytest.approx(best_finish_time(lanes, speeds))
+
+
+@given(lane_counts, speeds_of_slots)
+def test_every_lane_has_one_living_owner(lanes: int, speeds: dict[int, float]) -> None:
+    owners = place_lanes(lanes, speeds)
+    assert len(owners) == lanes
+    assert set(owners) <= speeds.keys()
+
+
+@given(lane_counts, st.integers(1, 6))
+def test_equal_speeds_give_equal_shares(lanes: int, slots: int) -> None:
+    counts = Counter(place_lanes(lanes, dict.fromkeys(range(slots), 2.5)))
+    assert max(counts.values(), default=0) - min(counts[slot] for slot in range(slots)) <= 1
+
+
+@given(lane_counts, speeds_of_slots, st.data())
+def test_a_lane_moves_only_when_its_owner_must_give_one_up(lanes: int, speeds: dict[int, float], data: st.DataObject) -> None:
+    current = data.draw(st.lists(st.integers(-1, 20), min_size=lanes, max_size=lanes))
+    fresh, kept = Counter(place_lanes(lanes, speeds)), place_lanes(lanes, speeds, current)
+    assert Counter(kept) == fresh, "what lanes were before must not change the shares"
+    for slot in speeds:
+        stays = sum(1 for old, new in zip(current, kept, strict=True) if old == new == slot)
+        assert stays == min(current.count(slot), fresh[slot])
+
+
+def test_lanes_cannot_be_placed_on_nobody() -> None:
+    with pytest.raises(ValueError, match="no slots"):
+        place_lanes(4, {})
+
+
+@given(speeds_of_slots, st.floats(0.0, 0.5), st.data())
+def test_rebalance_moves_only_for_a_gain(speeds: dict[int, float], gain: float, data: st.DataObject) -> None:
+    owners = data.draw(st.lists(st.sampled_from(sorted(speeds)), min_size=1, max_size=24))
+    better = rebalance(owners, speeds, gain)
+    reachable = finish_time(place_lanes(len(owners), speeds), speeds)
+    if better is None:
+        assert reachable >= (1 - gain) * finish_time(owners, speeds)
+    else:
+        assert finish_time(better, speeds) < (1 - gain) * finish_time(owners, speeds)
+        assert rebalance(better, speeds, gain) is None, "lanes would move to and fro"
+
+
+@given(speeds_of_slots, st.data())
+def test_heirs_take_all_of_the_dead_and_nothing_of_the_living(speeds: dict[int, float], data: st.DataObject) -> None:
+    dead = data.draw(st.integers(-1, 30).filter(lambda slot: slot not in speeds))
+    owners = data.draw(st.lists(st.sampled_from([dead, 99, *speeds]), max_size=24))
+    taken = heirs(owners, dead, speeds)
+    assert taken.keys() == {item for item, owner in enumerate(owners) if owner == dead}
+    assert set(taken.values()) <= speeds.keys()
+
+
+@given(few_speeds, st.data())
+def test_heirs_finish_as_early_as_the_living_allow(speeds: dict[int, float], data: st.DataObject) -> None:
+    dead = 9
+    owners = data.draw(st.lists(st.sampled_from([dead, *speeds]), max_size=6))
+    taken = heirs(owners, dead, speeds)
+    after = [taken.get(item, owner) for item, owner in enumerate(owners)]
+    orphans = [item for item, owner in enumerate(owners) if owner == dead]
+    best = min(
+        finish_time([dict(zip(orphans, choice, strict=True)).get(i, o) for i, o in enumerate(owners)], speeds)
+        for choice in itertools.product(speeds, repeat=len(orphans))
+    )
+    assert finish_time(after, speeds) == pytest.approx(best)
+
+
+@given(st.lists(st.integers(1, 1000), max_size=60), speeds_of_slots)
+def test_units_lie_in_runs_whose_bytes_follow_the_speeds(sizes: list[int], speeds: dict[int, float]) -> None:
+    owners = place_units(sizes, speeds)
+    assert len(owners) == len(sizes)
+    assert owners == sorted(owners), "the units of a slot are not one run"
+    assert set(owners) <= speeds.keys()
+    for slot, speed in speeds.items():
+        due = sum(sizes) * speed / sum(speeds.values())
+        held = sum(size for size, owner in zip(sizes, owners, strict=True) if owner == slot)
+        assert abs(held - due) <= max(sizes, default=0) + 1e-6 * sum(sizes)
