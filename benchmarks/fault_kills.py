@@ -137,7 +137,15 @@ def fit(run_dir: Path, workers: int, epochs: int, orders: list[str], seed: int) 
 
 def killed_and_resumed(run_dir: Path, epochs: int) -> dict[str, Any]:
     """Run in a program of its own, kill the whole group somewhere in the middle, resume at another worker count."""
-    command = [sys.executable, __file__, "--child", str(run_dir), "--epochs", str(epochs), "--workers"]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--child",
+        str(run_dir),
+        "--epochs",
+        str(epochs),
+        "--workers",
+    ]
     first = subprocess.Popen([*command, "2"], stdout=subprocess.PIPE, start_new_session=True)
     checkpoints = run_dir / "checkpoints"
     while len(list(checkpoints.glob("[0-9]*")) if checkpoints.exists() else []) < 2:
@@ -208,7 +216,11 @@ def main() -> int:
     equal = len({quiet["digest"], rough["digest"], resumed["digest"]}) == 1
     exact = quiet["exact"] and rough["exact"] and resumed["exact"]
     fired = rough["fired"].get("kill", 0) >= options.kills
-    print("equal" if equal else "DIFFERENT WEIGHTS", "· exact" if exact else "· LEDGER NOT EXACT", "" if fired else "· TOO FEW KILLS")
+    print(
+        "equal" if equal else "DIFFERENT WEIGHTS",
+        "· exact" if exact else "· LEDGER NOT EXACT",
+        "" if fired else "· TOO FEW KILLS",
+    )
     return 0 if equal and exact and fired else 1
 
 

@@ -14,19 +14,21 @@ pytestmark = pytest.mark.fault
 
 
 class ResizeAt(mh.Callback):
-    """Resizes at given steps and records how many workers there were when the change was through."""
+    """Resizes at given steps; slows the run down, so that a change is through before the next one."""
 
     def __init__(self, plan: dict[int, int]) -> None:
-        self.plan, self.done = plan, []
+        self.plan: dict[int, int] = plan
+        self.done: list[int] = []
 
     def on_step_end(self, state: mh.State) -> None:
+        time.sleep(0.005)
         if state.step in self.plan:
             state.resize(self.plan[state.step])
             self.done.append(self.plan[state.step])
 
 
 def test_from_a_callback_in_mid_epoch(tmp_path: Path) -> None:
-    scene, resize = Scene(), ResizeAt({7: 4, 18: 2, 30: 3})
+    scene, resize = Scene(data=table(2400)), ResizeAt({30: 4, 120: 2, 210: 3})
     resized = scene.run(1, callbacks=[resize], run_dir=tmp_path / "run", checkpoint_every_s=60.0)
     assert resize.done == [4, 2, 3]
     assert resized.digest == scene.run(1).digest
@@ -36,15 +38,20 @@ def test_from_a_callback_in_mid_epoch(tmp_path: Path) -> None:
     assert resized.events("worker_died") == []
 
 
+def settled(trainer: mh.Trainer, workers: int) -> bool:
+    """Whether a plan for so many workers was made last, and there are no others."""
+    plans = [event for event in trainer.history.events if event["event"] == "plan"]
+    return len(trainer.pids) == workers == plans[-1]["workers"]
+
+
 def test_from_another_thread_while_steps_run() -> None:
     scene, seen = Scene(data=table(6400), epochs=3), []
 
     def resize(trainer: mh.Trainer) -> None:
         for workers in (4, 2, 3, 1, 2):
             trainer.resize(workers)
-            wait_until(lambda n=workers: len(trainer.pids) == n or committed(trainer) < 0, 20)
+            wait_until(lambda n=workers: settled(trainer, n) or committed(trainer) < 0, 20)
             seen.append(len(trainer.pids))
-            time.sleep(0.05)
 
     resized = scene.run(1, resize)
     assert seen == [4, 2, 3, 1, 2]

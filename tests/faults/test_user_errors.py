@@ -137,11 +137,15 @@ class Failing(Mlp):
         return super().forward(x)
 model = Failing()""",
     ).replace("trainer.fit(", "try:\n  trainer.fit(")
-    script = script.replace('print("digest"', "except Mine as error: print('mine', error.args[0], flush=True); raise\n#")
+    script = script.replace(
+        'print("digest"', "except Mine as error: print('mine', error.args[0], flush=True); raise\n#"
+    )
     with running(script) as program:
         assert program.wait_for("mine") == ["as", "planned"]
         text = program.end()
     assert program.process.returncode == 1
-    assert text.count("__main__.Mine: as planned") + text.count("\nMine: as planned") <= 2  # its cause shows it once more
+    assert (
+        text.count("__main__.Mine: as planned") + text.count("\nMine: as planned") <= 2
+    )  # its cause shows it once more
     assert "raised in worker" in text
     assert still_there([program.process.pid]) == []

@@ -36,6 +36,10 @@ class Saving:
         return self.every_s is not None or self.every_steps is not None
 
 
+def _ignore(text: str) -> None:
+    """Nobody listens any more."""
+
+
 class Archive:
     """The files of one run."""
 
@@ -45,6 +49,7 @@ class Archive:
         self.folder, self._saving, self._on_trouble = folder, saving, on_trouble
         self.ledger = Ledger()
         self._saver: BackgroundSaver | None = None
+        self._saved_step: int | None = None
         self._log: EventLog | None = None
         self._ledger_file: LedgerFile | None = None
         self._last_save_s, self._last_save_step = time.monotonic(), 0
@@ -58,7 +63,7 @@ class Archive:
     @property
     def last_saved_step(self) -> int | None:
         """The newest step that this fit has put on disk."""
-        return None if self._saver is None else self._saver.last_saved_step
+        return self._saved_step if self._saver is None else self._saver.last_saved_step
 
     def go_to(self, step: int) -> None:
         """The run goes on at ``step``: what the ledger has of later steps does not count."""
@@ -118,8 +123,10 @@ class Archive:
                 self._on_trouble(str(error))
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and let go of the fit."""
         if self._saver is not None:
             self._saver.close()
+            self._saved_step, self._saver = self._saver.last_saved_step, None
+        self._on_trouble = _ignore
         if self._log is not None:
             self._log.close()

@@ -80,7 +80,6 @@ class Fit:
         self.session.on_event(self.hear_event)
         self._architecture = None if folder is None else architecture.describe(self.model)
         self.archive = Archive(folder, self.saving, events=events, on_trouble=self._saving_failed)
-        self.archive.go_to(0)
 
     def go_to(self, checkpoint: Checkpoint) -> None:
         """Take up the run where a checkpoint stopped."""
@@ -104,7 +103,6 @@ class Fit:
         self.schedule.advance_to(checkpoint.step, self.course.steps_per_epoch, losses)
         self.schedule.load_state(meta["schedule"])
         self.callbacks.load_state_dict(meta["callbacks"])
-        self.archive.go_to(checkpoint.step)
 
     def _course_facts(self) -> dict[str, Any]:
         return {
@@ -136,6 +134,7 @@ class Fit:
     # -- the run --------------------------------------------------------------------------------------------
     def run(self) -> History:
         """Train to the last epoch, or until somebody asks to stop."""
+        self.archive.go_to(self.start_step)
         state = State(
             controls=self, epochs=self.epochs, steps_per_epoch=self.course.steps_per_epoch, history=self.history
         )

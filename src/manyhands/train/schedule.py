@@ -81,8 +81,10 @@ def _named(name: str, optimizer: torch.optim.Optimizer, total: int) -> Any:
 class Schedule:
     """A torch scheduler, and the record of the numbers it gave."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, per_epoch: bool, keys: list[HyperKey]) -> None:
-        self._optimizer, self._scheduler, self._per_epoch, self._keys = optimizer, scheduler, per_epoch, keys
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any = None, per_epoch: bool = False) -> None:
+        self._optimizer, self._scheduler, self._per_epoch = optimizer, scheduler, per_epoch
+        self.keys: list[HyperKey] = []
+        """Which numbers of the optimizer the workers are told; known once its state is laid out."""
         self._plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
         self._factor = 1.0
         self._filled = 0
@@ -98,14 +100,14 @@ class Schedule:
         """Write the numbers of the steps below ``upto`` that are not written yet."""
         while self._filled < upto:
             self._before(self._filled, steps_per_epoch, losses)
-            arena.hyper[self._filled % arena.spec.ring, : len(self._keys)] = self._row()
+            arena.hyper[self._filled % arena.spec.ring, : len(self.keys)] = self._row()
             self._after(self._filled, steps_per_epoch)
             self._filled += 1
 
     def _row(self) -> list[float]:
-        row = hyper_row(self._optimizer, self._keys)
+        row = hyper_row(self._optimizer, self.keys)
         if self._factor != 1.0:
-            row = [v * self._factor if k.key == "lr" else v for v, k in zip(row, self._keys, strict=True)]
+            row = [v * self._factor if k.key == "lr" else v for v, k in zip(row, self.keys, strict=True)]
         return row
 
     def _before(self, step: int, steps_per_epoch: int, losses: list[float]) -> None:
@@ -145,9 +147,7 @@ class Schedule:
                 group["lr"] = rate
 
 
-def resolve_schedule(
-    schedule: Any, optimizer: torch.optim.Optimizer, total_steps: int, keys: list[HyperKey]
-) -> Schedule:
+def resolve_schedule(schedule: Any, optimizer: torch.optim.Optimizer, total_steps: int) -> Schedule:
     """A name, a scheduler bound to ``optimizer``, a function ``optimizer -> scheduler``, or ``PerEpoch`` of these."""
     per_epoch = isinstance(schedule, PerEpoch)
     inner = schedule.scheduler if per_epoch else schedule
@@ -156,7 +156,7 @@ def resolve_schedule(
     elif inner is not None and not hasattr(inner, "step") and callable(inner):
         inner = _call(inner, optimizer, total_steps)
     if inner is None:
-        return Schedule(optimizer, None, False, keys)
+        return Schedule(optimizer)
     if not hasattr(inner, "step") or not hasattr(inner, "optimizer"):
         raise UsageError(
             f"schedule received {schedule!r}; valid: {', '.join(_NAMES)}, a torch scheduler bound to the optimizer, "
@@ -165,7 +165,7 @@ def resolve_schedule(
     optimizer._opt_called = True  # type: ignore[attr-defined]  # it is the workers that step it
     if inner.optimizer is not optimizer:
         raise UsageError("the scheduler is bound to another optimizer; pass that optimizer to the Trainer as well")
-    return Schedule(optimizer, inner, per_epoch, keys)
+    return Schedule(optimizer, inner, per_epoch)
 
 
 def _call(factory: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int) -> Any:

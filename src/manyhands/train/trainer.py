@@ -15,7 +15,7 @@ from torch import nn
 from manyhands.config import environment
 from manyhands.data.adapt import Adapted, adapt
 from manyhands.engine import local
-from manyhands.errors import CheckpointError, ModelError, UsageError
+from manyhands.errors import CheckpointDamaged, CheckpointError, ModelError, UsageError
 from manyhands.sync.clip import resolve_clip
 from manyhands.train.archive import Saving
 from manyhands.train.callbacks import Callback, CallbackList
@@ -242,7 +242,7 @@ class Trainer:
         checkpoint, warnings = store.load_latest()
         if checkpoint is None and (warnings or isinstance(resume, (str, Path))):
             found = "; ".join(warnings) or "it has none"
-            raise CheckpointError(
+            raise (CheckpointDamaged if warnings else CheckpointError)(
                 f"{folder.path} has no checkpoint that can be used: {found}. "
                 "To start from the beginning, give another run_dir."
             )
@@ -277,6 +277,8 @@ class Trainer:
         if self._optimizer is None:
             self._optimizer = resolve_optimizer(self._optimizer_item, self.model)
         check_model(self.model, self._optimizer)
+        # Before the state is laid out: a schedule may give an optimizer its momentum, and with it more state.
+        schedule = resolve_schedule(self._schedule, self._optimizer, epochs * course.steps_per_epoch)
         width = 2 + sum(metric.width for metric in self.metrics)
         memory = ModelState(
             self.model, self._optimizer, lanes=course.lanes, samples=course.samples, stats=width, ring=_RING
@@ -284,8 +286,7 @@ class Trainer:
         self.history = History()
         try:
             assert memory.template is not None
-            total = epochs * course.steps_per_epoch
-            schedule = resolve_schedule(self._schedule, self._optimizer, total, memory.template.hyper)
+            schedule.keys = memory.template.hyper
             job = self._job(source=adapted.source, template=memory.template, clips=self._clips, course=course)
             session = Session(memory.arena, job, self._workers[1], limits=self._limits, places=memory.places)
         except BaseException:
