@@ -181,8 +181,8 @@ def child(run_dir: Path, workers: int, epochs: int) -> None:
 def spread(name: str, values: list[float]) -> str:
     if not values:
         return f"{name}: none"
-    pick = [values[min(int(share * len(values)), len(values) - 1)] for share in (0.5, 0.95)]
-    return f"{name}: p50 {pick[0] * 1e3:.0f} ms, p95 {pick[1] * 1e3:.0f} ms, most {values[-1] * 1e3:.0f} ms ({len(values)})"
+    half, nearly_all = (values[min(int(share * len(values)), len(values) - 1)] * 1e3 for share in (0.5, 0.95))
+    return f"{name}: p50 {half:.0f} ms, p95 {nearly_all:.0f} ms, most {values[-1] * 1e3:.0f} ms ({len(values)})"
 
 
 def main() -> int:
@@ -216,11 +216,8 @@ def main() -> int:
     equal = len({quiet["digest"], rough["digest"], resumed["digest"]}) == 1
     exact = quiet["exact"] and rough["exact"] and resumed["exact"]
     fired = rough["fired"].get("kill", 0) >= options.kills
-    print(
-        "equal" if equal else "DIFFERENT WEIGHTS",
-        "· exact" if exact else "· LEDGER NOT EXACT",
-        "" if fired else "· TOO FEW KILLS",
-    )
+    complaints = {"the weights differ": equal, "a ledger is not exact": exact, "too few kills": fired}
+    print(" · ".join(text for text, fine in complaints.items() if not fine) or "equal and exact")
     return 0 if equal and exact and fired else 1
 
 

@@ -42,7 +42,7 @@ def test_equal_speeds_give_equal_shares(lanes: int, slots: int) -> None:
 
 
 @given(lane_counts, speeds_of_slots, st.data())
-def test_a_lane_moves_only_when_its_owner_must_give_one_up(
+def test_a_lane_moves_only_when_its_owner_must_give_it_up(
     lanes: int, speeds: dict[int, float], data: st.DataObject
 ) -> None:
     current = data.draw(st.lists(st.integers(-1, 20), min_size=lanes, max_size=lanes))

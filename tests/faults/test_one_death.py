@@ -108,9 +108,9 @@ def test_death_while_the_run_rests_between_steps() -> None:
         fired = 0
 
         def on_epoch_end(self, state: mh.State) -> None:
-            for pid in list(trainer.pids.values())[:1]:
-                self.fired += send(pid, signal.SIGKILL)
-                wait_until(lambda: pid not in trainer.pids.values(), 5)
+            pid = next(iter(trainer.pids.values()))
+            self.fired += send(pid, signal.SIGKILL)
+            wait_until(lambda: pid not in trainer.pids.values(), 5)
 
     model, resting = Mlp(), Resting()
     trainer = mh.Trainer(model, optimizer="adam", workers=2)

@@ -208,6 +208,8 @@ class Stepper:
             elif self._my_lanes and (lane_done[self._my_lanes] != stamp).any() and self.lanes():
                 return False
             elif meanwhile is not None:
+                if self._applier is not None and self._runs:
+                    self._applier.save_ahead(self._runs[0], self.step)
                 meanwhile()
                 meanwhile = None
             else:

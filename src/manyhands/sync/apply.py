@@ -10,6 +10,7 @@ import torch
 
 from manyhands.comm.arena import Arena, Unit, dtype_of
 from manyhands.sync.clip import Clip
+from manyhands.sync.fused import FusedAdam, fused_adam
 from manyhands.sync.optimizer_state import Template
 from manyhands.sync.undo import BATCH_BYTES, BATCH_UNITS, UndoLog
 
@@ -44,6 +45,7 @@ class _Batch:
 
     __slots__ = (
         "first",
+        "fused",
         "given",
         "homes",
         "lanes",
@@ -66,6 +68,7 @@ class _Batch:
     numbers: np.ndarray  # (pieces, scalars): the optimizer's single numbers, which its state tensors are views of
     piece_of: np.ndarray  # the piece of each unit
     homes: dict[int, dict[str, torch.Tensor]]  # where the state of a piece lies, by the number of the piece
+    fused: FusedAdam | None
     given: tuple[int, bytes] | None  # which gradient tensor, and which of its pieces, the optimizer has
 
 
@@ -76,6 +79,7 @@ class Applier:
         self._arena = arena
         self._template = template
         self._step = template.step
+        self._fusible = fused_adam(template)
         self._clips = tuple(clips)
         self._undo = UndoLog(arena, slot)
         self._batches: dict[tuple[int, int], _Batch] = {}
@@ -140,6 +144,14 @@ class Applier:
         self._present = present[lanes[0]] if len(lanes) == 1 else present[list(lanes)].max(axis=0)
         self._present_key = self._present.tobytes()
 
+    def save_ahead(self, run: tuple[int, int], step: int) -> None:
+        """Save what ``apply`` will change, while others still compute."""
+        self._undo.begin(*run, step)
+
+    def drop_saved(self) -> None:
+        """The step changes nothing: what was saved ahead is not needed."""
+        self._undo.drop()
+
     @torch.no_grad()
     def apply(self, run: tuple[int, int], lanes: Sequence[int], step: int, norm: float) -> None:
         """Reduce, transform and apply the units of the run; stamp them."""
@@ -149,8 +161,13 @@ class Applier:
             clip(gradient, norm)
         self._undo.begin(*run, step)
         self._give_gradients(batch, gradient)
-        self._step(batch.optimizer)
-        self._keep_state(batch)
+        if batch.fused is not None:
+            batch.fused()
+            self._arena.scalars[batch.first : batch.stop] = batch.numbers[batch.piece_of]
+        else:
+            self._step(batch.optimizer)
+            self._keep_state(batch)
+            self._fuse(batch)
         self._undo.end(*run, step)
 
     def _reduce(self, batch: _Batch, lanes: Sequence[int]) -> torch.Tensor:
@@ -169,7 +186,7 @@ class Applier:
         given = (gradient.data_ptr(), self._present_key)
         if batch.given == given and not self._template.wants_sparse:
             return
-        batch.given = given
+        batch.given, batch.fused = given, None
         size = gradient.element_size()
         units = self._arena.spec.units
         for piece in batch.pieces:
@@ -179,6 +196,13 @@ class Applier:
             start = (units[piece.first].start - batch.start) // size
             view = gradient[start : start + piece.tensor.numel()].view(piece.tensor.shape)
             piece.tensor.grad = _row_sparse(view) if self._template.wants_sparse else view
+
+    def _fuse(self, batch: _Batch) -> None:
+        """From the next step on, go straight to the kernel, if everything about the batch is as usual."""
+        if self._fusible and all(piece.tensor.grad is not None for piece in batch.pieces):
+            column = self._arena.spec.scalars.index("step")
+            tensors = [piece.tensor for piece in batch.pieces]
+            batch.fused = FusedAdam(batch.optimizer, tensors, batch.numbers[:, column])
 
     def _keep_state(self, batch: _Batch) -> None:
         """Write the optimizer's numbers to the table; state that it has just created moves into the arena."""
@@ -214,7 +238,7 @@ class Applier:
         needs_scratch = spec.lanes > 1 or bool(self._clips)
         batch.scratch = torch.empty((end - batch.start) // dtype.itemsize if needs_scratch else 0, dtype=dtype)
         batch.pieces = self._pieces(first, stop)
-        batch.given, batch.homes = None, {}
+        batch.given, batch.fused, batch.homes = None, None, {}
         batch.piece_of = np.repeat(np.arange(len(batch.pieces)), [piece.stop - piece.first for piece in batch.pieces])
         batch.numbers = self._arena.scalars[[piece.first for piece in batch.pieces]].astype(np.float32)
         batch.optimizer = self._template.build([(self._template.group_of[p.parameter], p.tensor) for p in batch.pieces])

@@ -58,6 +58,9 @@ class UndoLog:
 
     def begin(self, first: int, stop: int, step: int) -> None:
         """Save units [first, stop); from here to ``end`` a death is undone."""
+        if self._words[self._first : self._stop + 1].tolist() == [first, stop] and self._words[self._mark] == step + 1:
+            return  # saved already, while there was time
+        self._words[self._mark] = 0  # what was saved before is about to be overwritten
         for live, saved in self._copies(first, stop):
             saved.copy_(live)
         scalars, count = self._arena.scalars, stop - first
@@ -66,6 +69,10 @@ class UndoLog:
         self._words[self._first] = first
         self._words[self._stop] = stop
         self._words[self._mark] = step + 1
+
+    def drop(self) -> None:
+        """Nothing will be changed after all: what was saved must never be put back."""
+        self._words[self._mark] = 0
 
     def end(self, first: int, stop: int, step: int) -> None:
         """The units are changed: stamp them and clear the mark."""
