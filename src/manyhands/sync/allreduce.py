@@ -228,6 +228,7 @@ class Stepper:
             return False
         if self._skip_bad and (control.lane_bad == stamp).any():
             todo = self._unstamped(control.unit_done, stamp)
+            applier.drop_saved()
             control.unit_done[todo] = stamp
             self._ring()
             return bool(todo.size)
