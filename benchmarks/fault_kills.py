@@ -127,7 +127,7 @@ def fit(run_dir: Path, workers: int, epochs: int, orders: list[str], seed: int) 
         "seconds": seconds,
         "fired": dict(disturber.fired),
         "deaths by phase": dict(Counter(event["phase"] for event in deaths)),
-        "undone": sum(event["undone"] for event in deaths),
+        "undone": sum(event["undone"] and event["phase"] == "reduce" for event in deaths),  # elsewhere only saved ahead
         "lane moves": sum(1 for event in history.events if event["event"] == "plan"),
         "recoveries": sorted(event["seconds"] for event in history.events if event["event"] == "recovered"),
         "gaps": sorted(disturber.gaps),

@@ -26,6 +26,7 @@ class Setting:
     fit: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     terminal: bool = False
+    lanes: int = 0  # 0: as many as workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +53,12 @@ CASES = {
         off=Setting(fit={"progress": "quiet", "events": False}),
     ),
     "order": Case(
-        title="lanes summed in lane order",
+        title="lanes kept apart and summed in lane order",
         model="wide",
-        on=Setting(),
-        off=Setting(trainer={"ordered": False}),
+        # The same pieces of the batch on both sides; off, a worker adds up its own pieces as autograd brings them, and
+        # the result depends on which worker had which.
+        on=Setting(lanes=4),
+        off=Setting(lanes=2, trainer={"accumulate": 2}),
     ),
 }
 
@@ -66,6 +69,7 @@ def make_side(case: Case, setting: Setting, label: str, workers: int, seconds: f
         f"--model={case.model}",
         f"--workers={workers}",
         f"--seconds={seconds}",
+        f"--lanes={setting.lanes}",
         f"--trainer={json.dumps(setting.trainer)}",
         f"--fit={json.dumps(setting.fit)}",
         terminal=setting.terminal,

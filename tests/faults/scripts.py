@@ -54,10 +54,12 @@ class Program:
                 return line.split()[1:]
         raise AssertionError(f"no {word!r} after {timeout_s} s")
 
-    def end(self, timeout_s: float = 60) -> str:
-        """Wait for the end; returns everything it said."""
-        rest, _ = self.process.communicate(timeout=timeout_s)
-        return "".join(self.said) + rest
+    def end(self, timeout_s: float = 10) -> str:
+        """Everything it said, once it has ended."""
+        assert self.process.stdout is not None
+        self.said.append(self.process.stdout.read())  # not communicate(): it would pass over what is buffered here
+        self.process.wait(timeout_s)
+        return "".join(self.said)
 
 
 def fit_script(run_dir: str | bool, *, workers: int = 2, epochs: int = 40, model: str = "Sluggish") -> str:

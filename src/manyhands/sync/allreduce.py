@@ -17,6 +17,7 @@ can do it, and the step cannot end.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -72,6 +73,7 @@ class Stepper:
         self._my_units = np.empty(0, np.int64)
         self._runs: list[tuple[int, int]] = []
         self._alone = True
+        self._fence = threading.Lock()
         self.enter("idle")
 
     # -- bookkeeping ----------------------------------------------------------------------------------------
@@ -115,8 +117,15 @@ class Stepper:
         if control.stop:
             raise Stopped
 
-    def _ring(self) -> None:
-        if not self._alone:
+    def _ring_if_last(self, stamps: np.ndarray, stamp: int) -> None:
+        """Wake the others if what they wait for is complete: waking them for every part of it costs more than the part.
+
+        The lock orders our own stamps before the look at those of others, so that of two who finish at the same
+        moment one sees both. Should a machine not keep that promise, whoever sleeps looks again by itself.
+        """
+        with self._fence:
+            pass
+        if not self._alone and (stamps == stamp).all():
             self._control.bell.ring()
 
     # -- the step -------------------------------------------------------------------------------------------
@@ -190,7 +199,7 @@ class Stepper:
         """
         control, stamp = self._control, self.step + 1
         lane_done, unit_done = control.lane_done, control.unit_done
-        self._ring()
+        self._ring_if_last(lane_done, stamp)
         while control.steps < stamp:
             self._refresh()
             if (lane_done == stamp).all():
@@ -230,7 +239,7 @@ class Stepper:
             todo = self._unstamped(control.unit_done, stamp)
             applier.drop_saved()
             control.unit_done[todo] = stamp
-            self._ring()
+            self._ring_if_last(control.unit_done, stamp)
             return bool(todo.size)
         lanes = [lane for lane, rows in enumerate(self._rows(self.step)) if rows]
         norm = 0.0
@@ -241,7 +250,7 @@ class Stepper:
                 for run in applier.batches(todo.tolist()):
                     applier.norms(run, lanes)
                     control.norm_done[run[0] : run[1]] = stamp
-                self._ring()
+                self._ring_if_last(control.norm_done, stamp)
             if not (control.norm_done == stamp).all():
                 self._wait(lambda: control.steps >= stamp or bool((control.norm_done == stamp).all()))
                 return True
@@ -253,7 +262,7 @@ class Stepper:
             for run in self._runs if todo.size == self._my_units.size else applier.batches(todo.tolist()):
                 applier.apply(run, lanes, self.step, norm)
                 self._words[_BEAT] += 1
-            self._ring()
+            self._ring_if_last(control.unit_done, stamp)
         return bool(todo.size)
 
     def _commit(self, stamp: int) -> None:

@@ -93,6 +93,10 @@ class UndoLog:
             return False
         if mark == 0:
             return False
+        if self._arena.control.steps >= mark:
+            # Saved ahead by one that was late: the step was over, its units may belong to others and have changed.
+            self._words[self._mark] = 0
+            return False
         for live, saved in self._copies(first, stop):
             live.copy_(saved)
         count = stop - first

@@ -185,6 +185,8 @@ class Supervisor:
     def _turn(self) -> None:
         timeout = _WATCH_S if self._recoveries else _TICK_S
         for key, _ in self._selector.select(timeout):
+            if self._closing:
+                return  # from here on workers leave because they were told to
             if key.data is None:
                 os.read(self._wake[0], 4096)
             else:

@@ -40,7 +40,7 @@ from manyhands.train.supervisor import Limits
 __all__ = ["Trainer"]
 
 _RING = 4096  # steps whose numbers are kept until the caller has read them
-_SPIN_S = 60e-6
+_SPIN_S = 200e-6
 _INFERENCE_BATCH = 256
 
 
