@@ -17,7 +17,7 @@ from manyhands.comm.arena import Arena
 
 __all__ = ["BATCH_BYTES", "BATCH_UNITS", "UndoLog", "recover", "undo_capacity"]
 
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 1 << 19
 BATCH_UNITS = 256
 
 
