@@ -5,12 +5,13 @@ python examples/own_loop.py 4
 
 import sys
 
-import manyhands as mh
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
+
+import manyhands as mh
 
 
 def train(me):
