@@ -83,13 +83,13 @@ class _TwoDeaths:
 @pytest.mark.slow
 def test_a_short_storm(tmp_path: Path) -> None:
     """Kills and pauses of random workers every tenth of a second, with checkpoints being written meanwhile."""
-    scene = Scene(data=table(4000), epochs=4)
+    scene = Scene(data=table(4000), epochs=12)
     quiet = scene.run(2)
     fired = {signal.SIGKILL: 0, signal.SIGSTOP: 0}
 
     def storm(trainer: mh.Trainer) -> None:
         dice = random.Random(3)
-        while 0 <= committed(trainer) < 900 and sum(fired.values()) < 40:
+        while 0 <= committed(trainer) < 2700 and sum(fired.values()) < 40:
             if pids := list(trainer.pids.values()):
                 number = dice.choices([signal.SIGKILL, signal.SIGSTOP], [6, 1])[0]
                 fired[number] += send(dice.choice(pids), number)
