@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from pathlib import Path
 from typing import Any
 
@@ -185,25 +184,3 @@ def test_call_model_passes_inputs_by_their_kind() -> None:
     assert call_model(model, 5) == 5
     assert call_model(model, (5, 2)) == call_model(model, [5, 2]) == 3
     assert call_model(model, {"b": 5, "a": 2}) == -3
-
-
-def test_fetch_costs_about_as_much_as_the_bare_gather() -> None:
-    """The source is on the hot path: what it adds to torch's own gather must stay in the noise of a step."""
-    x, y = torch.randn(20_000, 784), torch.zeros(20_000, dtype=torch.int64)
-    source = ColumnSource(x, y)
-    orders = [np.random.default_rng(seed).permutation(20_000)[:64] for seed in range(50)]
-
-    def fastest(work: Any) -> float:
-        times = []
-        for _ in range(8):
-            started = time.perf_counter()
-            for order in orders:
-                work(order)
-            times.append((time.perf_counter() - started) / len(orders))
-        return min(times)
-
-    def bare(order: np.ndarray) -> None:
-        rows = torch.from_numpy(order)
-        torch.index_select(x, 0, rows), torch.index_select(y, 0, rows)
-
-    assert fastest(source.fetch) < fastest(bare) + 30e-6
