@@ -35,10 +35,15 @@ settings.load_profile("house")
 
 def is_marked(process: psutil.Process) -> bool:
     entry = f"{MARK}={os.environ[MARK]}".encode()
-    try:
-        return entry in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or of another user
-        return False
+    for _ in range(5):
+        try:
+            variables = Path(f"/proc/{process.pid}/environ").read_bytes()
+        except OSError:  # gone, or of another user
+            return False
+        if variables:
+            return entry in variables.split(b"\0")
+        time.sleep(0.002)  # empty in the middle of an exec; for good in a zombie and in a thread of the kernel
+    return False
 
 
 def may_stay(process: psutil.Process) -> bool:
