@@ -36,6 +36,7 @@ def big_mlp() -> nn.Module:
     return Mlp(width=2500, features=101)
 
 
+@pytest.mark.usefixtures("way")
 def test_twenty_four_random_kills(tmp_path: Path) -> None:
     scenes = {
         "mlp": Scene(data=table(2400), epochs=4, batch_size=16),

@@ -73,6 +73,7 @@ KINDS: dict[str, tuple[type[Dying], Callable[[], nn.Module], dict[str, Any]]] = 
 }
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("at", [1, 7], ids=["before there is state", "with state"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,6 +130,7 @@ def kill_in_apply(trainer: mh.Trainer, wanted: int = 4) -> None:
                 wait_until(lambda pid=pid: pid not in trainer.pids.values(), 10)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", ["adam", "momentum", "adagrad"])
 def test_kills_while_large_tensors_are_being_applied(name: str) -> None:
     """Optimizers that may be cut run torch's own kernels; the kill comes from outside, at the right moment."""

@@ -81,7 +81,7 @@ class Rig:
             for slot, applier in enumerate(self.appliers):
                 for run in applier.batches(self.units_of(slot)):
                     applier.norms(run, lanes)
-            norm = self.appliers[0].total_norm(lanes)
+            norm = self.appliers[0].total_norm()
         for slot, applier in reversed(list(enumerate(self.appliers))):
             applier.begin_step(self.hyper(), lanes)
             for run in applier.batches(self.units_of(slot)):

@@ -77,6 +77,7 @@ class ArenaSpec(msgspec.Struct, frozen=True, kw_only=True):
     stats: int = 1
     hyper: int = 1
     ring: int = 1
+    keeps: bool = False  # one process applies a whole step, and a copy of the state is kept to go back to
 
 
 def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Entry]:
@@ -111,7 +112,7 @@ class Arena:
         self.spec = spec
         self.plane_bytes = _extent(spec.parameters)
         self.buffer_bytes = _extent(spec.buffers)
-        shape = ControlShape(lanes=spec.lanes, units=len(spec.units), slots=spec.slots)
+        self._shape = shape = ControlShape(lanes=spec.lanes, units=len(spec.units), slots=spec.slots)
         layout = _Layout()
         layout.take("control", shape.size_bytes)
         layout.take("planes", self.plane_bytes * (1 + len(spec.planes)))
@@ -123,11 +124,12 @@ class Arena:
         layout.take("norms", 8 * len(spec.units))
         layout.take("undo", aligned(spec.undo_bytes) * spec.slots)
         layout.take("undo_scalars", 8 * spec.slots * spec.undo_units * (len(spec.scalars) + 1))
+        self._places = layout.places
+        layout.take("kept", sum(aligned(size) for _, size in self._live()) if spec.keeps else 0)
         layout.take("present", spec.lanes * max(len(spec.parameters), 1))
         layout.take("stats", 8 * spec.ring * spec.lanes * spec.stats)
         layout.take("hyper", 8 * spec.ring * spec.hyper)
         layout.take("order", 8 * 2 * spec.samples)
-        self._places = layout.places
         self.segment = Segment.create(layout.size_bytes, "arena") if fd is None else Segment(fd, layout.size_bytes)
         self.control = Control(shape, self.segment, self._places["control"])
         self.scalars = self._array("scalars", (len(spec.units), len(spec.scalars)), np.float64)
@@ -158,6 +160,24 @@ class Arena:
         """Bytes of a worker's undo buffer."""
         size = aligned(self.spec.undo_bytes)
         return self.segment.bytes(self._places["undo"] + slot * size, size)
+
+    def _live(self) -> list[tuple[int, int]]:
+        """(place, bytes) of all that a step changes for good."""
+        at, units = self._places, len(self.spec.units)
+        return [
+            (at["planes"], at["lanes"] - at["planes"]),  # with the extras
+            (at["buffers"], self.buffer_bytes),  # the agreed ones
+            (at["scalars"], 8 * units * len(self.spec.scalars)),
+            (at["control"] + 8 * self._shape.ready_word, 8 * units),
+        ]
+
+    def live_and_kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(live, kept) pairs of bytes."""
+        pairs, at = [], self._places["kept"]
+        for place, size in self._live():
+            pairs.append((self.segment.bytes(place, size), self.segment.bytes(at, size)))
+            at += aligned(size)
+        return pairs
 
     # -- tensors --------------------------------------------------------------------------------------------
     def parameter_offset(self, index: int) -> int:

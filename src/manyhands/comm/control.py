@@ -23,7 +23,9 @@ __all__ = ["BANKS", "PHASES", "SLOT_FIELDS", "Control", "ControlShape"]
 
 BANKS = 8
 _PLAN_BITS = 24
-_HEAD = ("commit", "proposed", "repairs", "horizon", "held", "stop", "bell", "first_commit_ns", "desk")
+_HEAD = (
+    "commit", "proposed", "repairs", "horizon", "held", "stop", "bell", "first_commit_ns", "desk", "kept", "kept_ns",
+)  # fmt: skip
 SLOT_FIELDS = (
     "beat",  # counts every sign of life of the main thread
     "phase",  # index into PHASES
@@ -60,6 +62,11 @@ class ControlShape:
     @property
     def size_bytes(self) -> int:
         return 8 * self.words
+
+    @property
+    def ready_word(self) -> int:
+        """The number of the first word of ``unit_ready``."""
+        return 16 + self.slots * len(SLOT_FIELDS) + 2 * self.lanes + self.units
 
 
 class Control:
@@ -154,6 +161,24 @@ class Control:
     def first_commit_ns(self, value: int) -> None:
         self._head[7] = value
 
+    @property
+    def kept(self) -> int:
+        """step + 1 while the kept copy of the state is that before ``step``; 0 while there is none."""
+        return self._head[9]
+
+    @kept.setter
+    def kept(self, value: int) -> None:
+        self._head[9] = value
+
+    @property
+    def kept_ns(self) -> int:
+        """When the copy was made (monotonic clock)."""
+        return self._head[10]
+
+    @kept_ns.setter
+    def kept_ns(self, value: int) -> None:
+        self._head[10] = value
+
     # -- plans ----------------------------------------------------------------------------------------------
     def write_plan(self, plan: int, leader: int, lane_owner: list[int], unit_owner: np.ndarray) -> None:
         """Fill the bank of ``plan``; it counts once it is proposed or committed."""
@@ -182,6 +207,10 @@ class Control:
     def slot(self, slot: int) -> memoryview:
         """The words of a slot, in the order of SLOT_FIELDS."""
         return memoryview(self._slots[slot])
+
+    def marked(self, stamp: int) -> bool:
+        """Whether some process is changing the state for that step, or died over it."""
+        return bool((self._slots[:, SLOT_FIELDS.index("undo_step")] == stamp).any())
 
     def slot_value(self, slot: int, field: str) -> int:
         """One word of a slot."""

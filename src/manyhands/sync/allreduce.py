@@ -8,6 +8,10 @@ the middle of a step, or inherits the work of a dead one, therefore runs the sam
     all units stamped, and I lead?       settle the buffers, commit
     otherwise                            wait for the bell
 
+A small model is not shared out: whoever finishes the last lane applies the whole step and commits it, so that a step
+has one wake-up instead of three. It needs nobody's leave: either its own lane has no stamp yet, then nobody else can
+see all lanes done, or it takes the turn, a lock that the kernel takes back from the dead.
+
 A process may lose the processor between looking and acting. What it saw can only mislead it if the step was
 committed meanwhile, for then the stamps may be those of the next step and the work somebody else's; so before it
 acts it looks once more whether the step is still open. If it is, the step waits for that very work: nobody else
@@ -16,6 +20,7 @@ can do it, and the step cannot end.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -28,11 +33,13 @@ import torch
 from manyhands.comm.arena import Arena
 from manyhands.comm.control import PHASES
 from manyhands.sync.apply import Applier
+from manyhands.sync.kept import Kept
+from manyhands.sync.loose import Loose
 
 __all__ = ["Stepper", "Stopped"]
 
 _WAIT_S = 0.1
-_BEAT, _PHASE, _AT, _LANE, _INBOX = range(5)
+_BEAT, _PHASE, _AT, _LANE, _INBOX, _MARK = range(6)
 _TIMES = {"data": 8, "compute": 9, "wait": 10, "reduce": 11}
 _LANES_DONE, _LANE_NS = 12, 13
 _SMOOTHING = 8  # a lane's time counts for an eighth of the smoothed time
@@ -74,6 +81,8 @@ class Stepper:
         self._runs: list[tuple[int, int]] = []
         self._alone = True
         self._fence = threading.Lock()
+        self._kept = Kept(arena) if arena.spec.keeps else None
+        self._loose: Loose | None = None
         self.enter("idle")
 
     # -- bookkeeping ----------------------------------------------------------------------------------------
@@ -98,7 +107,8 @@ class Stepper:
         self._known = (self.plan, repairs)
         if self._applier is not None:
             self._applier.forget()
-            self._runs = self._applier.batches(self._my_units.tolist())
+            whole = self._kept is not None
+            self._runs = self._applier.batches(range(len(unit_owners)) if whole else self._my_units.tolist())
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait until ``ready``, a repair, or an order to stop; or for a moment, then let the caller look again."""
@@ -176,16 +186,27 @@ class Stepper:
         self._lane_start_ns = time.perf_counter_ns()
         self.enter("data")
 
-    def end_lane(self, lane: int, *, bad: bool = False) -> None:
-        """The lane's gradient, buffers and numbers are in the arena."""
+    def end_lane(self, lane: int, *, bad: bool = False, loose: Loose | None = None) -> None:
+        """The lane's buffers and numbers are in the arena, and so is its gradient unless it is ``loose``."""
         if bad:
             self._control.lane_bad[lane] = self.step + 1
-        self._control.lane_done[lane] = self.step + 1
+        if loose is not None and self._is_last(lane) and (loose.complete or self._arena.spec.lanes == 1):
+            self._loose = loose
+            self._control.lane_done[lane] = 0  # it may bear a stamp from before the run went back
+        else:
+            if loose is not None:
+                loose.settle()
+            self._control.lane_done[lane] = self.step + 1
         self._words[_LANE] = -1
         spent = time.perf_counter_ns() - self._lane_start_ns
         old = self._words[_LANE_NS]
         self._words[_LANE_NS] = spent if old == 0 else old + (spent - old) // _SMOOTHING
         self._words[_LANES_DONE] += 1
+
+    def _is_last(self, lane: int) -> bool:
+        """Whether all other lanes of the step are done."""
+        done: np.ndarray = self._control.lane_done == self.step + 1
+        return int(done.sum()) == len(done) - (not done[lane])
 
     @property
     def my_lanes(self) -> list[int]:
@@ -197,6 +218,8 @@ class Stepper:
 
         ``meanwhile`` is called once if there is time to spare, because others are still computing.
         """
+        if self._kept is not None:
+            return self._finish_alone(self._kept, meanwhile)
         control, stamp = self._control, self.step + 1
         lane_done, unit_done = control.lane_done, control.unit_done
         self._ring_if_last(lane_done, stamp)
@@ -225,6 +248,68 @@ class Stepper:
                 self._wait(lambda: control.steps >= stamp or bool((lane_done == stamp).all()))
         return True
 
+    # -- one for all ----------------------------------------------------------------------------------------
+    def _finish_alone(self, kept: Kept, meanwhile: Callable[[], None] | None) -> bool:
+        """The same for a model that is applied whole. The step may also end by going back to an earlier one."""
+        control, step, lane_done = self._control, self.step, self._control.lane_done
+        if self._loose is not None:
+            self._settle(kept)
+            return True
+        with self._fence:  # of two who stamp the last two lanes at the same moment, one sees both stamps
+            pass
+        while control.steps == step:
+            self._refresh()
+            if (lane_done == step + 1).all():
+                if self._take_turn(kept):
+                    return True
+                self._wait(lambda: control.steps != step)
+            elif self._my_lanes and (lane_done[self._my_lanes] != step + 1).any() and self.lanes():
+                return False
+            elif meanwhile is not None:
+                meanwhile()
+                meanwhile = None
+            else:
+                self._wait(lambda: control.steps != step or bool((lane_done == step + 1).all()))
+        return True
+
+    def _take_turn(self, kept: Kept) -> bool:
+        """Apply the step if nobody else does, or died over it."""
+        fd = self._arena.segment.fd
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except OSError:
+            return False
+        try:
+            # The mark first: who clears it has committed before, so that one of the two is always seen.
+            if self._control.marked(self.step + 1) or self._control.steps != self.step:
+                return False
+            self._settle(kept)
+            return True
+        finally:
+            fcntl.lockf(fd, fcntl.LOCK_UN, 1)
+
+    def _settle(self, kept: Kept) -> None:
+        """Reduce, apply and commit. From the mark on, a death leads back to the kept copy."""
+        control, applier, stamp = self._control, self._applier, self.step + 1
+        self.enter("reduce")
+        kept.renew(self.step)
+        self._words[_MARK] = stamp
+        if applier is not None and not (self._skip_bad and (control.lane_bad == stamp).any()):
+            lanes = [lane for lane, rows in enumerate(self._rows(self.step)) if rows]
+            applier.begin_step(self._hyper(self.step), lanes, self._loose)
+            norm = 0.0
+            if applier.needs_norm:
+                for run in self._runs:
+                    applier.norms(run, lanes)
+                norm = applier.total_norm()
+            for run in self._runs:
+                applier.apply(run, lanes, self.step, norm)
+            applier.let_go()
+        self._loose = None
+        self._commit(stamp)
+        self._words[_MARK] = 0
+
+    # -- shared out -----------------------------------------------------------------------------------------
     def _unstamped(self, stamps: np.ndarray, stamp: int) -> np.ndarray:
         """The units of ours without a stamp, as long as the step is open."""
         todo: np.ndarray = self._my_units[stamps[self._my_units] != stamp]
@@ -254,7 +339,7 @@ class Stepper:
             if not (control.norm_done == stamp).all():
                 self._wait(lambda: control.steps >= stamp or bool((control.norm_done == stamp).all()))
                 return True
-            norm = applier.total_norm(lanes)
+            norm = applier.total_norm()
         todo = self._unstamped(control.unit_done, stamp)
         if todo.size:
             self.enter("reduce")

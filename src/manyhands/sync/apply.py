@@ -11,6 +11,7 @@ import torch
 from manyhands.comm.arena import Arena, Unit, dtype_of
 from manyhands.sync.clip import Clip
 from manyhands.sync.fused import FusedAdam, fused_adam
+from manyhands.sync.loose import Loose
 from manyhands.sync.optimizer_state import Template
 from manyhands.sync.undo import BATCH_BYTES, BATCH_UNITS, UndoLog
 
@@ -45,14 +46,17 @@ class _Batch:
 
     __slots__ = (
         "first",
+        "firsts",
         "fused",
         "given",
+        "gradients",
         "homes",
         "lanes",
         "numbers",
         "optimizer",
         "piece_of",
         "pieces",
+        "ready",
         "scratch",
         "start",
         "stop",
@@ -66,10 +70,13 @@ class _Batch:
     scratch: torch.Tensor
     optimizer: torch.optim.Optimizer
     numbers: np.ndarray  # (pieces, scalars): the optimizer's single numbers, which its state tensors are views of
+    firsts: list[int]  # the first unit of each piece
     piece_of: np.ndarray  # the piece of each unit
+    ready: bytes  # which units had optimizer state when we last looked
     homes: dict[int, dict[str, torch.Tensor]]  # where the state of a piece lies, by the number of the piece
     fused: FusedAdam | None
     given: tuple[int, bytes] | None  # which gradient tensor, and which of its pieces, the optimizer has
+    gradients: list[torch.Tensor]  # of each piece, for the fused kernel
 
 
 class Applier:
@@ -81,7 +88,8 @@ class Applier:
         self._step = template.step
         self._fusible = fused_adam(template)
         self._clips = tuple(clips)
-        self._undo = UndoLog(arena, slot)
+        self._undo = None if arena.spec.keeps else UndoLog(arena, slot)
+        self._loose: Loose | None = None
         self._batches: dict[tuple[int, int], _Batch] = {}
         self._row: bytes = b""
         self._hyper: list[float] = []
@@ -113,11 +121,16 @@ class Applier:
                 first, stop = runs[-1]
                 head, new = spec.units[first], spec.units[unit]
                 alike = spec.parameters[head.parameter].dtype == spec.parameters[new.parameter].dtype
-                if unit == stop and alike and new.stop - head.start <= BATCH_BYTES and stop - first < BATCH_UNITS:
+                small = new.stop - head.start <= BATCH_BYTES and stop - first < BATCH_UNITS
+                if unit == stop and alike and (small or spec.keeps):
                     runs[-1] = (first, unit + 1)
                     continue
             runs.append((unit, unit + 1))
         return runs
+
+    def let_go(self) -> None:
+        """The step is over: nothing of the lane that we held ourselves is needed any more."""
+        self._loose = None
 
     @torch.no_grad()
     def norms(self, run: tuple[int, int], lanes: Sequence[int]) -> None:
@@ -130,48 +143,60 @@ class Applier:
             part = gradient[(units[unit].start - batch.start) // size : (units[unit].stop - batch.start) // size]
             self._arena.norms[unit] = float(torch.linalg.vector_norm(part)) ** 2
 
-    def total_norm(self, lanes: Sequence[int]) -> float:
+    def total_norm(self) -> float:
         """The norm of the whole gradient: a sum in the order of the units, the same for everybody."""
         total = 0.0
         for value in self._arena.norms.tolist():
             total += value
         return float(total**0.5)
 
-    def begin_step(self, row: np.ndarray, lanes: Sequence[int]) -> None:
-        """The optimizer's numbers for this step, and the lanes that take part in it."""
+    def begin_step(self, row: np.ndarray, lanes: Sequence[int], loose: Loose | None = None) -> None:
+        """The optimizer's numbers for this step, the lanes that take part in it, and the one that we hold ourselves."""
         self._set_hyper(row)
+        self._loose = loose
         present = self._arena.present
         self._present = present[lanes[0]] if len(lanes) == 1 else present[list(lanes)].max(axis=0)
         self._present_key = self._present.tobytes()
 
     def save_ahead(self, run: tuple[int, int], step: int) -> None:
         """Save what ``apply`` will change, while others still compute."""
+        assert self._undo is not None
         self._undo.begin(*run, step)
 
     def drop_saved(self) -> None:
         """The step changes nothing: what was saved ahead is not needed."""
+        assert self._undo is not None
         self._undo.drop()
 
     @torch.no_grad()
     def apply(self, run: tuple[int, int], lanes: Sequence[int], step: int, norm: float) -> None:
         """Reduce, transform and apply the units of the run; stamp them."""
         batch = self._batch(run)
-        gradient = self._reduce(batch, lanes)
-        for clip in self._clips:
-            clip(gradient, norm)
-        self._undo.begin(*run, step)
-        self._give_gradients(batch, gradient)
+        if self._loose is not None and len(lanes) == 1 and not self._clips:
+            self._give_loose(batch, self._loose.gradients)
+        else:
+            gradient = self._reduce(batch, lanes)
+            for clip in self._clips:
+                clip(gradient, norm)
+            if self._undo is not None:
+                self._undo.begin(*run, step)
+            self._give_gradients(batch, gradient)
         if batch.fused is not None:
-            batch.fused()
+            batch.fused(batch.gradients)
+            if batch.given is None:  # autograd's own: let it have the memory back for the next step
+                batch.gradients = []
             self._arena.scalars[batch.first : batch.stop] = batch.numbers[batch.piece_of]
         else:
             self._step(batch.optimizer)
             self._keep_state(batch)
             self._fuse(batch)
-        self._undo.end(*run, step)
+        if self._undo is not None:
+            self._undo.end(*run, step)
 
     def _reduce(self, batch: _Batch, lanes: Sequence[int]) -> torch.Tensor:
         """The sum over lanes in lane order. The lanes' own buffers stay as they are, so it can be done again."""
+        if self._loose is not None:
+            return self._reduce_with(self._loose, batch, lanes)
         if len(lanes) == 1:
             if not self._clips:
                 return batch.lanes[lanes[0]]
@@ -180,6 +205,39 @@ class Applier:
         for lane in lanes[2:]:
             batch.scratch.add_(batch.lanes[lane])
         return batch.scratch
+
+    def _reduce_with(self, loose: Loose, batch: _Batch, lanes: Sequence[int]) -> torch.Tensor:
+        """The same sum, where one lane is not in the arena: its gradient is there piece by piece."""
+        size, units = batch.scratch.element_size(), self._arena.spec.units
+        for piece in batch.pieces:
+            begin = (units[piece.first].start - batch.start) // size
+            end = (units[piece.stop - 1].stop - batch.start) // size
+            own = loose.gradients[piece.parameter]
+            if own is None:
+                batch.scratch[begin:end].zero_()
+                continue
+            parts = [own.view(-1) if lane == loose.lane else batch.lanes[lane][begin:end] for lane in lanes]
+            total = batch.scratch[begin:end]
+            if len(parts) == 1:
+                total.copy_(parts[0])
+                continue
+            torch.add(parts[0], parts[1], out=total)
+            for part in parts[2:]:
+                total.add_(part)
+        return batch.scratch
+
+    def _give_loose(self, batch: _Batch, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Let the optimizer have the gradients as autograd made them: the lane is the only one."""
+        own = [gradients[piece.parameter] for piece in batch.pieces]
+        present = [gradient for gradient in own if gradient is not None]
+        batch.given, batch.gradients = None, present
+        if len(present) < len(own):
+            batch.fused = None
+        if batch.fused is None:
+            for piece, gradient in zip(batch.pieces, own, strict=True):
+                piece.tensor.grad = (
+                    gradient if gradient is None or not self._template.wants_sparse else _row_sparse(gradient)
+                )
 
     def _give_gradients(self, batch: _Batch, gradient: torch.Tensor) -> None:
         """Let the optimizer's tensors have their parts of ``gradient``; mostly they have them from the last step."""
@@ -202,6 +260,7 @@ class Applier:
         if self._fusible and all(piece.tensor.grad is not None for piece in batch.pieces):
             column = self._arena.spec.scalars.index("step")
             tensors = [piece.tensor for piece in batch.pieces]
+            batch.gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
             batch.fused = FusedAdam(batch.optimizer, tensors, batch.numbers[:, column])
 
     def _keep_state(self, batch: _Batch) -> None:
@@ -222,11 +281,17 @@ class Applier:
                 home.copy_(torch.as_tensor(state[name]))
                 state[name] = home
         self._arena.control.unit_ready[piece.first : piece.stop] = 1
+        batch.ready = self._arena.control.unit_ready[batch.first : batch.stop].tobytes()
 
     def _batch(self, run: tuple[int, int]) -> _Batch:
-        if run not in self._batches:
-            self._batches[run] = self._make_batch(*run)
-        return self._batches[run]
+        batch = self._batches.get(run)
+        if batch is not None and self._arena.spec.keeps:  # somebody else may have applied the step before this one
+            batch.numbers[:] = self._arena.scalars[batch.firsts]
+            if batch.ready != self._arena.control.unit_ready[batch.first : batch.stop].tobytes():
+                batch = None
+        if batch is None:
+            batch = self._batches[run] = self._make_batch(*run)
+        return batch
 
     def _make_batch(self, first: int, stop: int) -> _Batch:
         spec = self._arena.spec
@@ -238,9 +303,11 @@ class Applier:
         needs_scratch = spec.lanes > 1 or bool(self._clips)
         batch.scratch = torch.empty((end - batch.start) // dtype.itemsize if needs_scratch else 0, dtype=dtype)
         batch.pieces = self._pieces(first, stop)
-        batch.given, batch.fused, batch.homes = None, None, {}
+        batch.given, batch.fused, batch.homes, batch.gradients = None, None, {}, []
+        batch.ready = self._arena.control.unit_ready[first:stop].tobytes()
+        batch.firsts = [piece.first for piece in batch.pieces]
         batch.piece_of = np.repeat(np.arange(len(batch.pieces)), [piece.stop - piece.first for piece in batch.pieces])
-        batch.numbers = self._arena.scalars[[piece.first for piece in batch.pieces]].astype(np.float32)
+        batch.numbers = self._arena.scalars[batch.firsts].astype(np.float32)
         batch.optimizer = self._template.build([(self._template.group_of[p.parameter], p.tensor) for p in batch.pieces])
         self._template.set_hyper(batch.optimizer, self._hyper)
         for number, piece in enumerate(batch.pieces):

@@ -24,22 +24,22 @@ class FusedAdam:
     def __init__(self, optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], steps: np.ndarray) -> None:
         """``steps``: the column of single numbers that the optimizer's ``step`` tensors are views of."""
         self._steps = steps
-        self._groups: list[tuple[dict[str, Any], list[list[torch.Tensor]]]] = []
-        members = {id(tensor) for tensor in tensors}
+        self._groups: list[tuple[dict[str, Any], list[int], list[list[torch.Tensor]]]] = []
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         for group in optimizer.param_groups:
-            parameters = [p for p in group["params"] if id(p) in members]
+            parameters = [p for p in group["params"] if id(p) in numbers]
             if parameters:
                 states = [optimizer.state[p] for p in parameters]
-                gradients = [p.grad for p in parameters if p.grad is not None]
                 averages = [[s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step")]
-                self._groups.append((group, [parameters, gradients, *averages]))
+                self._groups.append((group, [numbers[id(p)] for p in parameters], [parameters, *averages]))
 
-    def __call__(self) -> None:
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
+        """``gradients``: one for each of the tensors."""
         self._steps += 1
-        for group, (parameters, gradients, averages, squares, steps) in self._groups:
+        for group, members, (parameters, averages, squares, steps) in self._groups:
             kernel = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
             kernel(
-                parameters, gradients, averages, squares, [], steps,
+                parameters, [gradients[number] for number in members], averages, squares, [], steps,
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
                 eps=group["eps"], amsgrad=False, maximize=group["maximize"],
             )  # fmt: skip

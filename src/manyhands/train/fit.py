@@ -17,6 +17,7 @@ from torch import nn
 from manyhands.core.order import epoch_order, order_digest
 from manyhands.data.source import Source
 from manyhands.errors import CheckpointMismatch
+from manyhands.sync.kept import replay_steps
 from manyhands.train import architecture
 from manyhands.train.archive import Archive, Saving
 from manyhands.train.callbacks import CallbackList, State, wants_steps
@@ -170,7 +171,7 @@ class Fit:
             if self.session.control.steps < end:  # at the end the epoch is recorded first
                 self._save_if_due()
         if self.session.control.steps < end:
-            self.session.hold()
+            self.session.hold(self._consumed)
             self._consume()
             return
         self._consume()
@@ -189,7 +190,7 @@ class Fit:
         """Let the workers run towards ``end`` until it is time to look at something else."""
         losses = self.history.metrics.get("loss", [])
         while not self.stop_reason and not self.interrupts.asked and not self.archive.due(self.session.control.steps):
-            horizon = min(end, self._consumed + self.session.arena.spec.ring)
+            horizon = min(end, self._consumed + replay_steps(self.session.arena))
             self.schedule.fill(self.session.arena, horizon, self.course.steps_per_epoch, losses)
             self.session.allow(horizon)
             reached = self.session.wait(_POLL_S)
@@ -219,7 +220,7 @@ class Fit:
         """Add up the numbers of the committed steps, in their order."""
         stats, steps = self.session.arena.stats, self.session.control.steps
         first = self._consumed
-        if steps == first:
+        if steps <= first:  # after a death, steps that were added up before may be taken again
             return
         per_epoch, ring = self.course.steps_per_epoch, len(stats)
         skipped = []
@@ -259,8 +260,8 @@ class Fit:
 
     # -- what is shown and recorded -------------------------------------------------------------------------
     def _sample_rate(self) -> None:
-        now, steps = time.monotonic(), self.session.control.steps
-        self.history.step_times.append((time.time(), steps))
+        now, steps = time.monotonic(), self._consumed
+        self.history.step_times.append((time.time(), self._consumed))
         then, before = self._rate_mark
         if now - then >= 0.2:
             rate = (steps - before) * self.course.batch_size / (now - then)
@@ -293,7 +294,7 @@ class Fit:
         if self.archive.folder is None:
             return
         horizon = self.session.control.horizon
-        step = self.session.hold()
+        step = self.session.hold(self._consumed)
         self._consume()
         tensors, meta = self.memory.snapshot(), self._meta()
         if step < horizon:

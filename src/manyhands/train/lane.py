@@ -1,7 +1,6 @@
 """Computes one lane of one step: forward, backward, and everything that makes it a function of (seed, step, lane).
 
-The gradient goes into the lane's buffer as autograd produces it, parameter by parameter, so no second copy of the
-gradients ever exists. Random streams are bound to the lane: whoever computes it draws the same numbers.
+Random streams are bound to the lane: whoever computes it draws the same numbers.
 """
 
 from __future__ import annotations
@@ -89,12 +88,12 @@ class LaneRunner:
         pieces = [positions] if count == 1 else np.array_split(positions, count)
         for number, rows in enumerate(pieces):
             self._run_piece(step, lane, number, rows, total, stats)
-        self._replica.end(lane)
+        loose = self._replica.end(lane)
         self._arena.stats[step % self._arena.spec.ring, lane] = stats
         bad = not math.isfinite(stats[1])
         if bad and self._job.nan == "stop":
             raise self._not_finite(step, lane, positions)
-        stepper.end_lane(lane, bad=bad)
+        stepper.end_lane(lane, bad=bad, loose=loose)
 
     def _fetch(self, step: int, lane: int, number: int, rows: np.ndarray) -> Batch:
         if self._source_draws:

@@ -1,7 +1,7 @@
 """One worker's copy of the model: parameters in the arena, gradients and buffers moved to the lane's own place.
 
 Gradients go into the lane's buffer as autograd produces them, parameter by parameter, so that no second copy of
-all of them ever exists.
+all of them ever exists. Those of a small model stay where they are until it is known who needs them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import nn
 
 from manyhands.comm.arena import Arena
 from manyhands.errors import ModelError
+from manyhands.sync.loose import Loose
 
 __all__ = ["Replica"]
 
@@ -27,6 +28,7 @@ class Replica:
         self._gradients = [arena.gradients(lane) for lane in range(arena.spec.lanes)]
         self._targets: list[torch.Tensor] = []
         self._written = bytearray(len(arena.spec.parameters))
+        self._loose: list[torch.Tensor | None] = [None] * len(arena.spec.parameters)
         self._holders = _buffer_holders(model, [entry.name for entry in arena.spec.buffers])
         position = {entry.name: index for index, entry in enumerate(arena.spec.parameters)}
         for name, parameter in model.named_parameters():
@@ -48,12 +50,23 @@ class Replica:
                 self._written[index] = 1
             parameter.grad = None
 
-        return collect
+        def keep(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            before = self._loose[index]
+            self._loose[index] = gradient if before is None else before.add_(gradient)
+            self._written[index] = 1
+            parameter.grad = None
+
+        return keep if self._arena.spec.keeps else collect
 
     def begin(self, lane: int) -> None:
         """Gradients go to ``lane`` from now on; buffers start from the agreed ones."""
         self._targets = self._gradients[lane]
         self._written[:] = bytes(len(self._written))
+        self._loose = [None] * len(self._written)
         for buffer, agreed in zip(self._buffers(), self._agreed, strict=True):
             buffer.copy_(agreed)
 
@@ -65,20 +78,28 @@ class Replica:
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
             received = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise ModelError(f"the loss returned {received}; valid is a scalar tensor, the mean over the batch")
-        (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        loss.backward(torch.tensor(weight, dtype=loss.dtype))  # type: ignore[no-untyped-call]
 
-    def end(self, lane: int) -> None:
-        """The lane's gradient is complete: say which parameters have one, and keep the buffers."""
+    def end(self, lane: int) -> Loose | None:
+        """The lane's gradient is complete: say which parameters have one, and keep the buffers.
+
+        Returns the gradient if it is not in the arena yet.
+        """
         present = self._arena.present[lane]
+        keeps = self._arena.spec.keeps
         if 0 not in self._written:
             present[:] = 1
         else:
             for index, written in enumerate(self._written):
                 present[index] = written
-                if not written:
+                if not written and not keeps:
                     self._targets[index].zero_()
         for buffer, kept in zip(self._buffers(), self._lane_buffers[lane], strict=True):
             kept.copy_(buffer)
+        if not keeps:
+            return None
+        gradients, self._loose = self._loose, []
+        return Loose(lane, gradients, self._targets)
 
     def _buffers(self) -> list[torch.Tensor]:
         return [holder._buffers[name] for holder, name in self._holders]  # type: ignore[misc]

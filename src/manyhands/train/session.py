@@ -129,6 +129,7 @@ class Session:
         """Let the workers work on steps below ``horizon``."""
         self.control.horizon = horizon
         if self.control.steps < horizon and self._rests():
+            self.control.kept = 0  # nothing of what was seen at this rest may be taken back
             self.control.held = 0
             self.control.bell.ring()
 
@@ -149,10 +150,13 @@ class Session:
         self.check()
         return self.reached()
 
-    def hold(self, timeout_s: float = 600.0) -> int:
-        """Stop the workers at the next step boundary; returns the number of committed steps."""
+    def hold(self, least: int = 0, timeout_s: float = 600.0) -> int:
+        """Stop the workers at the next step boundary, not before ``least``; returns the number of committed steps.
+
+        ``least``: steps that the caller has seen committed. After a death they may be on their way a second time.
+        """
         deadline = time.monotonic() + timeout_s
-        self.allow(min(self.control.horizon, self.control.steps))
+        self.allow(min(self.control.horizon, max(self.control.steps, least)))
         while not self.wait(0.02):
             if time.monotonic() > deadline:
                 raise RunError(f"the step in progress was not finished within {timeout_s:.0f} s")

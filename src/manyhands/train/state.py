@@ -19,6 +19,8 @@ from manyhands.sync.optimizer_state import StateLayout, Template, layout_of, tem
 from manyhands.sync.undo import BATCH_UNITS, undo_capacity
 from manyhands.train.strategy import MOST_WORKERS
 
+WHOLE_BYTES = 4 << 20  # parameters of a model that is applied whole, by one worker, where steps may be taken again
+
 __all__ = ["ModelState", "check_model", "differences", "mismatch"]
 
 
@@ -46,8 +48,10 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 class ModelState:
     """One model (and optimizer) in one arena."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, **shape: int) -> None:
-        """``shape``: lanes, samples, stats and ring of the ArenaSpec."""
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, repeatable: bool = False, **shape: int
+    ) -> None:
+        """``shape``: lanes, samples, stats and ring of the ArenaSpec; ``repeatable``: steps may be taken again."""
         named = list(model.named_parameters())
         held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
         trained = [(n, p) for n, p in named if id(p) in held and p.requires_grad]
@@ -65,6 +69,9 @@ class ModelState:
         for extra in layout.extras:
             size = torch.empty(extra.shape, dtype=dtype_of(extra.dtype)).nbytes
             extra_bytes[extra.parameter] = extra_bytes.get(extra.parameter, 0) + size + 64
+        keeps = repeatable and sum(entry.size_bytes for entry in entries) <= WHOLE_BYTES
+        unit_bytes = [unit.stop - unit.start for unit in units]
+        undo_bytes = undo_capacity(len(layout.planes), unit_bytes, list(extra_bytes.values()))
         spec = ArenaSpec(
             parameters=entries,
             fixed=lay_out(fixed),
@@ -74,8 +81,9 @@ class ModelState:
             scalars=layout.scalars,
             units=units,
             slots=MOST_WORKERS,
-            undo_bytes=undo_capacity(len(layout.planes), [u.stop - u.start for u in units], list(extra_bytes.values())),
-            undo_units=BATCH_UNITS,
+            undo_bytes=0 if keeps else undo_bytes,
+            undo_units=0 if keeps else BATCH_UNITS,
+            keeps=keeps,
             hyper=max(len(self.template.hyper) if self.template else 0, 1),
             **shape,
         )

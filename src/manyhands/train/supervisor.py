@@ -25,6 +25,7 @@ from manyhands.core.membership import Action, GiveUp, Membership, Propose, Relea
 from manyhands.engine import local
 from manyhands.engine.channel import Message
 from manyhands.errors import ChannelClosed, RunError, WorkerCrashed
+from manyhands.sync.kept import go_back
 from manyhands.sync.undo import recover
 from manyhands.train.plans import Plans
 from manyhands.train.stack import StackFile
@@ -231,7 +232,7 @@ class Supervisor:
                 self._selector.unregister(fd)
         leaving, step = self.membership.status.get(slot) == "leaving", self.arena.control.steps
         how = seat.blame or seat.process.ending()
-        undone = recover(self.arena, slot)
+        undone = go_back(self.arena, slot) if self.arena.spec.keeps else recover(self.arena, slot)
         seat.process.close()
         seat.stack.close()
         del self.seats[slot]

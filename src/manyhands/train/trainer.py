@@ -281,7 +281,13 @@ class Trainer:
         schedule = resolve_schedule(self._schedule, self._optimizer, epochs * course.steps_per_epoch)
         width = 2 + sum(metric.width for metric in self.metrics)
         memory = ModelState(
-            self.model, self._optimizer, lanes=course.lanes, samples=course.samples, stats=width, ring=_RING
+            self.model,
+            self._optimizer,
+            repeatable=True,
+            lanes=course.lanes,
+            samples=course.samples,
+            stats=width,
+            ring=_RING,
         )
         self.history = History()
         try:
