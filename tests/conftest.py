@@ -155,6 +155,17 @@ def no_leaks() -> Iterator[None]:
         pytest.fail("the test left behind\n  " + "\n  ".join(complaints), pytrace=False)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many threads as a worker has: with more, a kernel may add in another order, and small layers only lose."""
+    import torch  # not every test needs it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def run_root(no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which this test's runs are made."""

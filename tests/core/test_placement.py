@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.core.placement import finish_time, heirs, place_lanes, place_units, rebalance
+from manyhands.core.placement import busy, finish_time, heirs, place_lanes, place_units, rebalance
 
 speeds_of_slots = st.dictionaries(st.integers(0, 20), st.floats(0.1, 100.0), min_size=1, max_size=6)
 few_speeds = st.dictionaries(st.integers(0, 5), st.floats(0.1, 10.0), min_size=1, max_size=3)
@@ -103,3 +103,37 @@ def test_units_lie_in_runs_whose_bytes_follow_the_speeds(sizes: list[int], speed
         due = sum(sizes) * speed / sum(speeds.values())
         held = sum(size for size, owner in zip(sizes, owners, strict=True) if owner == slot)
         assert abs(held - due) <= max(sizes, default=0) + 1e-6 * sum(sizes)
+
+
+slots = st.sets(st.integers(0, 20), min_size=1, max_size=8)
+
+
+@given(slots, slots, st.dictionaries(st.integers(0, 20), st.floats(0.001, 4.0)), st.integers(1, 16))
+def test_somebody_is_always_busy_and_nobody_else_than_the_living(
+    active: set[int], owners: set[int], demands: dict[int, float], cores: int
+) -> None:
+    chosen = busy(active, owners, demands, cores)
+    assert chosen
+    assert set(chosen) <= active
+    assert len(chosen) >= min(len(active), cores) or max(demands.get(slot, 0.0) for slot in owners & active) > 1
+
+
+@pytest.mark.parametrize(
+    "demand, count", [(1.0, 2), (0.85, 2), (0.66, 3), (0.5, 4), (0.01, 6), (2.0, 1)], ids=lambda value: str(value)
+)
+def test_as_many_are_busy_as_two_cores_can_feed(demand: float, count: int) -> None:
+    everybody = range(6)
+    assert busy(everybody, {0, 1, 2, 3}, dict.fromkeys(everybody, demand), 2) == list(range(count))
+
+
+def test_those_who_work_go_on_working() -> None:
+    assert busy([0, 1, 2, 3], {2, 3}, {2: 1.0, 3: 1.0}, 2) == [2, 3]
+
+
+def test_nobody_stands_by_before_those_who_work_are_measured() -> None:
+    assert busy([0, 1, 2, 3], {0, 1, 2, 3}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0}, 2) == [0, 1, 2, 3]
+    assert busy([0, 1, 2, 3], set(), {}, 2) == [0, 1, 2, 3]
+
+
+def test_there_is_a_core_for_everybody() -> None:
+    assert busy([4, 2], {2, 4}, {2: 1.0, 4: 1.0}, 2) == [2, 4]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from torch.nn import functional
 import manyhands as mh
 from manyhands.core.order import epoch_order
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as a worker has
+
 SAMPLES, BATCH, EPOCHS = 203, 16, 3
 
 FACTORIES: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
@@ -22,15 +24,6 @@ FACTORIES: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "adam, fused": lambda params: torch.optim.Adam(params, lr=2e-3, fused=True),
     "adamw, foreach": lambda params: torch.optim.AdamW(params, lr=2e-3, foreach=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The intra-op threads change the order of sums inside a kernel; workers have one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def still_mlp() -> nn.Module:

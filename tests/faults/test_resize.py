@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
 import pytest
-from scenes import Scene, Sluggish, committed, proof, table, wait_until
+import torch
+from scenes import Mlp, Scene, Sluggish, committed, proof, send, table, wait_until
 
 import manyhands as mh
+from manyhands.engine.local import cores
 
 pytestmark = pytest.mark.fault
 
@@ -92,3 +95,48 @@ def test_lanes_move_away_from_a_slow_worker() -> None:
     assert shares[0] == 4
     assert min(shares) <= 2, "the slow worker kept its lanes"
     assert moved.digest == Scene(data=table(3200), epochs=2, lanes=8).run(1).digest
+
+
+class Asleep(Mlp):
+    """Takes time, but no processor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.004)
+        return super().forward(x)
+
+
+def busy(trainer: mh.Trainer) -> set[int]:
+    """The workers that have lanes by the newest plan."""
+    plans = [event for event in trainer.history.events if event["event"] == "plan"]
+    return set(plans[-1]["lanes"])
+
+
+def test_more_workers_than_cores_stand_by_and_step_in() -> None:
+    quick = {"limits": mh.Limits(balance_s=0.1)}
+    scene = Scene(lambda: Mlp(width=600), data=table(3200), epochs=5, lanes=6, trainer=quick)
+    seen: list[set[int]] = []
+
+    def kill_a_busy_one(trainer: mh.Trainer) -> None:
+        wait_until(lambda: len(busy(trainer)) <= cores() or committed(trainer) < 0, 20)
+        seen.append(busy(trainer))
+        before = committed(trainer)
+        send(trainer.pids[f"worker-{min(seen[0])}"], signal.SIGKILL)
+        wait_until(lambda: committed(trainer) > before or committed(trainer) < 0, 20)
+
+    disturbed = scene.run(cores() + 2, kill_a_busy_one)
+    assert len(seen[0]) == cores()
+    assert len(disturbed.events("worker_died")) == 1
+    assert disturbed.digest == scene.run(1).digest
+
+
+def test_workers_that_sleep_are_all_kept_busy() -> None:
+    workers = cores() + 2
+    scene = Scene(Asleep, data=table(1280), epochs=6, lanes=workers, trainer={"limits": mh.Limits(balance_s=0.1)})
+    lanes: list[set[int]] = []
+
+    def look(trainer: mh.Trainer) -> None:
+        time.sleep(2.0)
+        lanes.append(busy(trainer))
+
+    scene.run(workers, look)
+    assert len(lanes[0]) == workers

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from sklearn.datasets import load_digits
 
 from manyhands.recipes import Recipe, get
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Layers this small only lose by a second thread, and much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train_plainly(recipe: Recipe, epochs: int) -> float:

@@ -217,6 +217,7 @@ def test_an_optimizer_that_replaces_its_state_instead_of_changing_it() -> None:
     rig.close()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 says so whatever is asked for
 def test_sparse_adam() -> None:
     rig = Rig(lambda p: optim.SparseAdam(p, lr=0.1), lanes=1, shapes=[((50, 4), torch.float32)])
     for step in range(3):

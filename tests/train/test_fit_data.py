@@ -146,8 +146,8 @@ def test_augmentation_differs_between_epochs_and_samples() -> None:
         def __len__(self) -> int:
             return 64
 
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
-            return torch.rand(1), 0.0
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.rand(1), torch.zeros(1)
 
     class Mean(nn.Module):
         def __init__(self) -> None:

@@ -25,6 +25,7 @@ BANKS = 8
 _PLAN_BITS = 24
 _HEAD = (
     "commit", "proposed", "repairs", "horizon", "held", "stop", "bell", "first_commit_ns", "desk", "kept", "kept_ns",
+    "spares",
 )  # fmt: skip
 SLOT_FIELDS = (
     "beat",  # counts every sign of life of the main thread
@@ -41,6 +42,7 @@ SLOT_FIELDS = (
     "reduce_ns",
     "lanes_done",
     "lane_ns",  # smoothed time for one lane
+    "demand",  # thousandths of a core that the worker keeps busy while it works; 0: not measured
 )
 PHASES = ("starting", "idle", "data", "compute", "wait", "reduce", "message")
 
@@ -77,6 +79,7 @@ class Control:
         words = segment.array(offset, (shape.words,), np.int64)
         self._head = memoryview(words[: len(_HEAD)])  # type: ignore[arg-type]
         self.bell = Bell(segment.buffer, offset + 8 * _HEAD.index("bell"))  # workers listen
+        self.spares = Bell(segment.buffer, offset + 8 * _HEAD.index("spares"))  # workers without work listen
         self.desk = Bell(segment.buffer, offset + 8 * _HEAD.index("desk"))  # the caller listens
         start = 16
         self._slots = words[start : start + shape.slots * len(SLOT_FIELDS)].reshape(shape.slots, len(SLOT_FIELDS))
@@ -178,6 +181,11 @@ class Control:
     @kept_ns.setter
     def kept_ns(self, value: int) -> None:
         self._head[10] = value
+
+    def wake_everybody(self) -> None:
+        """Ring for those with work and for those without."""
+        self.bell.ring()
+        self.spares.ring()
 
     # -- plans ----------------------------------------------------------------------------------------------
     def write_plan(self, plan: int, leader: int, lane_owner: list[int], unit_owner: np.ndarray) -> None:

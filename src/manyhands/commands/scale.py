@@ -15,8 +15,9 @@ from manyhands.commands.options import (
     set_option,
 )
 from manyhands.commands.output import format_bill, print_json, print_table, say
+from manyhands.engine.local import cores
 from manyhands.errors import UsageError
-from manyhands.plan.scale import Measurement, Plan, choose_lanes, cores, measure, plot
+from manyhands.plan.scale import Measurement, Plan, choose_lanes, measure, plot
 from manyhands.recipes import get, with_settings
 
 __all__ = ["scale"]
@@ -110,7 +111,10 @@ def _print_header(name: str, batch_size: int, plan: Plan) -> None:
         f"{plan.repeats} × {plan.steps} steps each"
     )
     if max(plan.workers) > cores():
-        say(f"note: {max(plan.workers)} workers on {cores()} cores take turns; expect no gain beyond {cores()} workers")
+        say(
+            f"note: {max(plan.workers)} workers on {cores()} cores: "
+            f"those beyond {cores()} stand by, unless the work mostly waits"
+        )
 
 
 def _print_result(rows: list[Measurement], plot_file: Path | None) -> None:

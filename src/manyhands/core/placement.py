@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["finish_time", "heirs", "place_lanes", "place_units", "rebalance"]
+__all__ = ["busy", "finish_time", "heirs", "place_lanes", "place_units", "rebalance"]
 
 
 def _shares(lanes: int, speeds: Mapping[int, float]) -> dict[int, int]:
@@ -35,6 +35,20 @@ def place_lanes(lanes: int, speeds: Mapping[int, float], current: Sequence[int] 
         if owners[lane] < 0:
             owners[lane] = free.pop(0)
     return owners
+
+
+def busy(active: Collection[int], owners: Collection[int], demands: Mapping[int, float], cores: int) -> list[int]:
+    """The slots that get work: as many as the cores can feed. The others stand by.
+
+    ``demands``: how many cores a slot keeps busy while it works. Nobody is held back before those who work
+    (``owners``) are measured, or because of work that mostly sleeps.
+    """
+    working = [slot for slot in active if slot in owners]
+    if len(active) <= cores or not working or not all(demands.get(slot) for slot in working):
+        return sorted(active)
+    demand = sum(demands[slot] for slot in working) / len(working)
+    count = max(round(cores / demand), 1)
+    return sorted(sorted(active, key=lambda slot: (slot not in owners, slot))[:count])
 
 
 def finish_time(owners: Sequence[int], speeds: Mapping[int, float]) -> float:

@@ -18,10 +18,15 @@ import time
 from manyhands.engine.channel import Channel, readable
 from manyhands.errors import ChannelClosed, EngineError
 
-__all__ = ["Process", "shutdown", "spawn", "warm", "zygote_pid"]
+__all__ = ["Process", "cores", "shutdown", "spawn", "warm", "zygote_pid"]
 
 _START_TIMEOUT_S = 120.0  # the zygote imports torch before it answers; a cold disk can take long
 _ANSWER_TIMEOUT_S = 20.0
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Process:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import statistics
 import time
 from collections import Counter
@@ -27,7 +26,7 @@ from manyhands.train.callbacks import Callback, State
 from manyhands.train.export import digest
 from manyhands.train.trainer import Trainer
 
-__all__ = ["Measurement", "Plan", "Workload", "choose_lanes", "cores", "measure", "plot"]
+__all__ = ["Measurement", "Plan", "Workload", "choose_lanes", "measure", "plot"]
 
 MOST_LANES = 16
 LATENCY_STEPS = 100
@@ -106,11 +105,6 @@ class _Case:
     bill: Counter[str] = field(default_factory=Counter)
     digest: str = ""
     latencies_ms: list[float] = field(default_factory=list)
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def choose_lanes(workers: Sequence[int], batch_size: int) -> int:

@@ -33,6 +33,7 @@ import torch
 from manyhands.comm.arena import Arena
 from manyhands.comm.control import PHASES
 from manyhands.sync.apply import Applier
+from manyhands.sync.demand import Demand
 from manyhands.sync.kept import Kept
 from manyhands.sync.loose import Loose
 
@@ -62,13 +63,18 @@ class Stepper:
         hyper: Callable[[int], np.ndarray] | None = None,
         skip_bad: bool = False,
         spin_s: float = 0.0,
+        cores: int = 0,
     ) -> None:
-        """``rows(step)`` tells how many rows each lane has in a step, ``hyper(step)`` the optimizer's numbers."""
+        """``rows(step)`` tells how many rows each lane has in a step, ``hyper(step)`` the optimizer's numbers.
+
+        ``spin_s``: how long to wait awake, where there is a core for everybody who works.
+        """
         self._arena, self._control, self._slot, self._applier, self._rows = arena, arena.control, slot, applier, rows
         self._hyper = hyper or (lambda step: arena.hyper[step % arena.spec.ring])
         self._skip_bad = skip_bad
-        self._spin_s = spin_s
+        self._wanted_spin_s, self._spin_s, self._cores = spin_s, 0.0, cores
         self._words = arena.control.slot(slot)
+        self._demand = Demand(self._words)
         self._seen_inbox = self._words[_INBOX]
         self._known: tuple[int, int] = (-1, -1)
         self._mark_ns = time.perf_counter_ns()
@@ -104,6 +110,8 @@ class Stepper:
         self._my_lanes = np.flatnonzero(owners == self._slot).tolist()
         self._my_units = np.flatnonzero(unit_owners == self._slot)
         self._alone = len(self._my_lanes) == len(owners) and len(self._my_units) == len(unit_owners)
+        workers = len({*owners.tolist(), *unit_owners.tolist()})
+        self._spin_s = self._wanted_spin_s if 1 < workers <= self._cores else 0.0
         self._known = (self.plan, repairs)
         if self._applier is not None:
             self._applier.forget()
@@ -145,7 +153,7 @@ class Stepper:
         control = self._control
         self.enter("idle")
         while True:
-            count = control.bell.count
+            count, spares = control.bell.count, control.spares.count
             if control.stop:
                 raise Stopped
             if self._words[_INBOX] != self._seen_inbox:
@@ -161,11 +169,13 @@ class Stepper:
             # Whether the step is begun is decided once for all, by the leader with its commit. Were everybody to look
             # at the horizon, one that is lowered meanwhile would let some begin the step and others not.
             held = control.held == steps + 1
-            if not held and (self._my_lanes or self._my_units.size or control.leader(self.plan) == self._slot):
+            spare = not (self._my_lanes or self._my_units.size or control.leader(self.plan) == self._slot)
+            if not held and not spare:
                 self.step = steps
                 self._words[_AT] = steps
                 return "step"
-            control.bell.wait(count, _WAIT_S)
+            # Somebody without work is not to be woken by every commit.
+            (control.spares if spare else control.bell).wait(spares if spare else count, _WAIT_S)
             self._words[_BEAT] += 1
 
     def lanes(self) -> list[int]:
@@ -202,6 +212,7 @@ class Stepper:
         old = self._words[_LANE_NS]
         self._words[_LANE_NS] = spent if old == 0 else old + (spent - old) // _SMOOTHING
         self._words[_LANES_DONE] += 1
+        self._demand.measure()
 
     def _is_last(self, lane: int) -> bool:
         """Whether all other lanes of the step are done."""
@@ -360,8 +371,12 @@ class Stepper:
         rests = stamp >= control.horizon
         if rests:  # written before the commit: nobody may see the step final and begin the next one
             control.held = stamp + 1
-        control.commit(stamp, control.proposed)
-        control.bell.ring()
+        plan = control.proposed
+        control.commit(stamp, plan)
+        if plan == self.plan:
+            control.bell.ring()
+        else:
+            control.wake_everybody()
         if rests:
             control.desk.ring()
 

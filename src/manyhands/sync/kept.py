@@ -60,5 +60,5 @@ def go_back(arena: Arena, slot: int) -> bool:
         control.commit(control.kept - 1, control.committed[1])
     control.set_slot_value(slot, "undo_step", 0)
     if torn:
-        control.bell.ring()
+        control.wake_everybody()
     return torn

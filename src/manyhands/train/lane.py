@@ -46,7 +46,6 @@ class Job:
     precision: str = "fp32"
     accumulate: int = 1
     nan: str = "stop"
-    spin_s: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:

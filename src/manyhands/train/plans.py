@@ -5,7 +5,7 @@ What a good placement is, ``core/placement.py`` decides; this is the only code t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from manyhands.comm.arena import Arena
 from manyhands.comm.control import BANKS
 from manyhands.core import placement
 from manyhands.core.membership import Membership
+from manyhands.engine.local import cores
 
 __all__ = ["Plans"]
 
@@ -27,6 +28,7 @@ class Plans:
 
     arena: Arena
     membership: Membership
+    cores: int = field(default_factory=cores)
 
     def speeds(self) -> dict[int, float]:
         """Lanes per second of the active seats; a seat without a measurement counts as average."""
@@ -34,6 +36,13 @@ class Plans:
         known = [t for t in times.values() if t > 0]
         usual = sum(known) / len(known) if known else _USUAL_LANE_NS
         return {slot: 1e9 / (t if t > 0 else usual) for slot, t in times.items()}
+
+    def working_speeds(self, plan: int) -> dict[int, float]:
+        """The speeds of those that should have work, by what is known of those that have it under ``plan``."""
+        control, active = self.arena.control, self.membership.active
+        demands = {slot: control.slot_value(slot, "demand") / 1000 for slot in active}
+        chosen = placement.busy(active, set(control.lane_owner(plan).tolist()), demands, self.cores)
+        return {slot: speed for slot, speed in self.speeds().items() if slot in chosen}
 
     def repair(self) -> None:
         """Give every lane and unit whose owner is gone to somebody who lives, in every plan that may be in use.
@@ -58,14 +67,15 @@ class Plans:
                 control.set_leader(plan, min(speeds, default=_NOBODY))
         if changed:
             control.repairs += 1
-            control.bell.ring()
+            control.wake_everybody()
 
     def propose(self, lanes: list[int] | None = None) -> list[int] | None:
         """Write a plan for the active seats; the leader adopts it with its next commit.
 
         Returns the owners of the lanes; None when there is nobody, or no bank is free until a plan is adopted.
         """
-        speeds, control = self.speeds(), self.arena.control
+        control = self.arena.control
+        speeds = self.working_speeds(control.proposed)
         if not speeds or control.proposed + 2 - control.committed[1] >= BANKS:
             return None
         current = control.lane_owner(control.proposed).tolist()
@@ -81,12 +91,15 @@ class Plans:
         control, active = self.arena.control, self.membership.active
         plan = control.committed[1]
         owners = control.lane_owner(plan).tolist()
-        measured = all(control.slot_value(slot, "lane_ns") for slot in active)
+        measured = all(control.slot_value(slot, "lane_ns") for slot in set(owners) & set(active))
         if len(active) < 2 or plan != control.proposed or not measured or not set(owners) <= set(active):
             return None
-        for slot in set(active) - set(owners):  # or a worker that was slow once would stay idle for ever
-            control.set_slot_value(slot, "lane_ns", int(control.slot_value(slot, "lane_ns") * _FORGET) or 1)
-        return placement.rebalance(owners, self.speeds())
+        speeds = self.working_speeds(plan)
+        for slot in speeds.keys() - set(owners):  # or a worker that was slow once would stay idle for ever
+            control.set_slot_value(slot, "lane_ns", int(control.slot_value(slot, "lane_ns") * _FORGET))
+        if not set(owners) <= speeds.keys():
+            return placement.place_lanes(len(owners), speeds, owners)
+        return placement.rebalance(owners, speeds)
 
     def owners(self, plan: int) -> set[int]:
         """Every seat that ``plan`` names."""

@@ -117,7 +117,7 @@ class Session:
         self.control.write_plan(plan, min(speeds), lanes, np.array(place_units(sizes, speeds), np.int64))
         self.control.proposed = plan
         self.control.commit(step, plan)
-        self.control.bell.ring()
+        self.control.wake_everybody()
 
     def check(self) -> None:
         """Raise what made the run fail, if something did."""

@@ -129,7 +129,7 @@ class Supervisor:
         # Announced first: a message that is larger than the socket's buffer must find its reader reading.
         inbox = self.arena.control.slot_value(slot, "inbox")
         self.arena.control.set_slot_value(slot, "inbox", inbox + 1)
-        self.arena.control.bell.ring()
+        self.arena.control.wake_everybody()
         try:
             seat.process.channel.send(kind, body, fds)
         except (ChannelClosed, OSError):
@@ -152,7 +152,7 @@ class Supervisor:
             return 0
         self._closing = True
         self.arena.control.stop = 1
-        self.arena.control.bell.ring()
+        self.arena.control.wake_everybody()
         os.write(self._wake[1], b"x")
         self._thread.join()
         seats = list(self.seats.values())
@@ -271,7 +271,8 @@ class Supervisor:
             self._propose()
 
     def _spawn(self, slot: int) -> None:
-        self.arena.control.set_slot_value(slot, "lane_ns", 0)
+        for field_name in ("lane_ns", "demand"):
+            self.arena.control.set_slot_value(slot, field_name, 0)
         try:
             process = local.spawn("manyhands.train.worker:main")
             stack = StackFile()

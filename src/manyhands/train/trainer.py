@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -40,7 +39,6 @@ from manyhands.train.supervisor import Limits
 __all__ = ["Trainer"]
 
 _RING = 4096  # steps whose numbers are kept until the caller has read them
-_SPIN_S = 200e-6
 _INFERENCE_BATCH = 256
 
 
@@ -200,11 +198,9 @@ class Trainer:
 
     # -- preparation ----------------------------------------------------------------------------------------
     def _job(self, **more: Any) -> Job:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return Job(
             model=self.model, loss=self._loss, metrics=self.metrics, seed=self._seed, threads=self._threads,
-            precision=self._precision, accumulate=self._accumulate, nan=self._nan,
-            spin_s=_SPIN_S if 1 < self._workers[1] <= cores else 0.0, **more,
+            precision=self._precision, accumulate=self._accumulate, nan=self._nan, **more,
         )  # fmt: skip
 
     def _infer(self, kind: str, adapted: Adapted, batch: int) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from manyhands.comm.arena import Arena, ArenaSpec
 from manyhands.comm.segment import Segment
 from manyhands.data.source import Source
 from manyhands.engine.channel import Channel, Message
+from manyhands.engine.local import cores
 from manyhands.errors import ChannelClosed
 from manyhands.sync.allreduce import Stepper, Stopped
 from manyhands.sync.apply import Applier
@@ -29,6 +30,7 @@ from manyhands.train.stack import answer_with_stack
 __all__ = ["main", "worker_slot"]
 
 _SETUP_TIMEOUT_S = 120.0
+_SPIN_S = 200e-6
 _MESSAGE_TIMEOUT_S = 60.0  # a message that was announced must come
 _slot: int | None = None
 
@@ -108,7 +110,7 @@ class Worker:
         job.model.train()
         applier = None if job.template is None else Applier(arena, job.template, job.clips, slot)
         rows = (lambda step: []) if job.course is None else job.course.lane_rows
-        self._stepper = Stepper(arena, slot, applier, rows, skip_bad=job.nan == "skip", spin_s=job.spin_s)
+        self._stepper = Stepper(arena, slot, applier, rows, skip_bad=job.nan == "skip", spin_s=_SPIN_S, cores=cores())
         self._runner = None if job.course is None else LaneRunner(arena, job, self._stepper)
         channel.send("ready")
 
