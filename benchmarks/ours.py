@@ -11,6 +11,9 @@ import argparse
 import dataclasses
 import json
 import math
+import os
+import signal
+import threading
 
 import manyhands as mh
 from benchmarks.job import Clock, Job, add_options, now, read_options, report
@@ -26,6 +29,7 @@ class Ours:
     lanes: int = 0  # 0: as many as workers
     trainer: str = "{}"  # further arguments of mh.Trainer, as JSON
     fit: str = "{}"  # further arguments of fit, as JSON
+    kill_every_s: float = 0.0  # kill -9 of a worker so often; 0: never
 
 
 class StopAfter(mh.Callback):
@@ -41,6 +45,22 @@ class StopAfter(mh.Callback):
     def on_epoch_end(self, state: mh.State) -> None:
         if now() >= self.deadline:
             state.stop("the measured time is over")
+
+
+class KillOften(mh.Callback):
+    """Kills one of the workers, in turns, a moment into the epoch in which it is time."""
+
+    def __init__(self, trainer: mh.Trainer, every_s: float) -> None:
+        self.trainer, self.every_s, self.due, self.kills = trainer, every_s, math.inf, 0
+
+    def on_train_begin(self, state: mh.State) -> None:
+        self.due = now() + self.every_s
+
+    def on_epoch_begin(self, state: mh.State) -> None:
+        if now() >= self.due:
+            pids = list(self.trainer.pids.values())
+            threading.Timer(0.03, os.kill, (pids[self.kills % len(pids)], signal.SIGKILL)).start()
+            self.kills, self.due = self.kills + 1, now() + self.every_s
 
 
 def main() -> None:
@@ -60,13 +80,16 @@ def main() -> None:
         **json.loads(ours.trainer),
     )
     steps_per_epoch = math.ceil(job.rows / job.batch_size)
+    callbacks: list[mh.Callback] = [] if clock.steps else [StopAfter(clock.warm_s + clock.seconds)]
+    if ours.kill_every_s:
+        callbacks.append(KillOften(trainer, ours.kill_every_s))
     fit_called = now()
     history = trainer.fit(
         (x, y),
         batch_size=job.batch_size,
         epochs=math.ceil(clock.steps / steps_per_epoch) if clock.steps else ENDLESS,
         lanes=ours.lanes or job.workers,
-        callbacks=() if clock.steps else (StopAfter(clock.warm_s + clock.seconds),),
+        callbacks=callbacks,
         **json.loads(ours.fit),
     )
     report(
@@ -77,6 +100,7 @@ def main() -> None:
         side="manyhands",
         fit_to_first_step_s=history.first_step_s,
         lanes=ours.lanes or job.workers,
+        kills=sum(event["event"] == "worker_died" for event in history.events),
     )
 
 

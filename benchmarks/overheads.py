@@ -1,6 +1,6 @@
 """What safety and visibility cost: each feature on against off, in turns, by the mean rate of whole runs.
 
-    python -m benchmarks.overheads --pairs 5 --seconds 30 --cases checkpoints,view,order
+    python -m benchmarks.overheads --pairs 5 --seconds 30 --cases checkpoints,view,order,kills
 
 The mean counts here, not the median of windows, because a checkpoint every ten seconds is in few windows. The cost is
 1 - on / off, so a negative figure is noise in our favour.
@@ -27,6 +27,7 @@ class Setting:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     terminal: bool = False
     lanes: int = 0  # 0: as many as workers
+    kill_every_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,12 @@ CASES = {
         on=Setting(lanes=4),
         off=Setting(lanes=2, trainer={"accumulate": 2}),
     ),
+    "kills": Case(
+        title="kill -9 of a worker every 10 s",
+        model="mlp",
+        on=Setting(kill_every_s=10),
+        off=Setting(),
+    ),
 }
 
 
@@ -70,6 +77,7 @@ def make_side(case: Case, setting: Setting, label: str, workers: int, seconds: f
         f"--workers={workers}",
         f"--seconds={seconds}",
         f"--lanes={setting.lanes}",
+        f"--kill-every-s={setting.kill_every_s}",
         f"--trainer={json.dumps(setting.trainer)}",
         f"--fit={json.dumps(setting.fit)}",
         terminal=setting.terminal,

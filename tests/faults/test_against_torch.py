@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from scenes import Cnn, Mlp, Scene, table
+from scenes import CLASSES, FEATURES, Cnn, Mlp, Scene, table
 from torch import nn
 from torch.nn import functional
 
@@ -44,8 +45,17 @@ def plain_loop(model: nn.Module, factory: Callable[[Iterable[Any]], torch.optim.
             optimizer.step()
 
 
+def large() -> nn.Module:
+    """With a matrix whose gradient is computed straight into the lane where work is shared out."""
+    torch.manual_seed(3)
+    widths = (FEATURES, 600, 600)
+    hidden = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*hidden, nn.Linear(600, CLASSES))
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", FACTORIES)
-@pytest.mark.parametrize("make_model", [still_mlp, Cnn])
+@pytest.mark.parametrize("make_model", [still_mlp, Cnn, large])
 def test_one_lane_is_bit_equal(make_model: Callable[[], nn.Module], name: str) -> None:
     reference = make_model()
     plain_loop(reference, FACTORIES[name], None)

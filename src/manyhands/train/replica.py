@@ -14,6 +14,7 @@ from torch import nn
 from manyhands.comm.arena import Arena
 from manyhands.errors import ModelError
 from manyhands.sync.loose import Loose
+from manyhands.train.straight import straighten
 
 __all__ = ["Replica"]
 
@@ -30,6 +31,9 @@ class Replica:
         self._written = bytearray(len(arena.spec.parameters))
         self._loose: list[torch.Tensor | None] = [None] * len(arena.spec.parameters)
         self._holders = _buffer_holders(model, [entry.name for entry in arena.spec.buffers])
+        self.collecting = False
+        if not arena.spec.keeps:
+            straighten(model, [entry.name for entry in arena.spec.parameters], self)
         position = {entry.name: index for index, entry in enumerate(arena.spec.parameters)}
         for name, parameter in model.named_parameters():
             if name in position:
@@ -40,7 +44,8 @@ class Replica:
     def _collector(self, index: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
-            assert gradient is not None
+            if gradient is None:  # it was written to its place by the layer itself
+                return
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             if self._written[index]:
@@ -78,7 +83,16 @@ class Replica:
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
             received = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise ModelError(f"the loss returned {received}; valid is a scalar tensor, the mean over the batch")
+        self.collecting = True
         loss.backward(torch.tensor(weight, dtype=loss.dtype))  # type: ignore[no-untyped-call]
+        self.collecting = False
+
+    def place(self, index: int) -> torch.Tensor | None:
+        """Where the gradient of parameter ``index`` may be written; None when there is one already."""
+        if self._written[index]:
+            return None
+        self._written[index] = 1
+        return self._targets[index]
 
     def end(self, lane: int) -> Loose | None:
         """The lane's gradient is complete: say which parameters have one, and keep the buffers.
