@@ -81,7 +81,7 @@ def _forward(module: nn.Linear, into: tuple[Collector, int]) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:
         if x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
             return functional.linear(x, module.weight, module.bias)
-        out: torch.Tensor = _Linear.apply(x, module.weight, module.bias, into)
+        out: torch.Tensor = _Linear.apply(x, module.weight, module.bias, into)  # type: ignore[no-untyped-call]
         return out
 
     return forward
