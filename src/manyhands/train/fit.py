@@ -36,6 +36,7 @@ from manyhands.train.state import ModelState
 __all__ = ["Fit"]
 
 _POLL_S = 0.05
+_FIRST_STEPS = 8  # enough to keep the workers busy while the numbers of the others are written
 _QUIET_EVENTS = ("plan", "worker_ready", "worker_left")
 
 
@@ -69,6 +70,7 @@ class Fit:
     _rate: float = 0.0
     _rate_mark: tuple[float, int] = (0.0, 0)
     _begun_ns: int = 0
+    _ordered: tuple[int, str] = (-1, "")
     _closed: bool = False
     _architecture: dict[str, Any] | None = None
 
@@ -154,10 +156,9 @@ class Fit:
 
     def _run_epoch(self, epoch: int, state: State) -> None:
         per_epoch = self.course.steps_per_epoch
-        order = epoch_order(self.job.seed, epoch, self.course.samples, self.shuffle)
-        self.session.arena.order[epoch % 2] = order
+        fingerprint = self._lay_out_order(epoch)
         self.archive.ledger.begin_epoch(
-            epoch, self.course.samples, self.course.batch_size, order_digest(order),
+            epoch, self.course.samples, self.course.batch_size, fingerprint,
             first_step=epoch * per_epoch, drop_last=self.course.drop_last,
         )  # fmt: skip
         self.callbacks.on_epoch_begin(state)
@@ -186,13 +187,24 @@ class Fit:
         self.callbacks.on_epoch_end(state)
         self._save_if_due()
 
+    def _lay_out_order(self, epoch: int) -> str:
+        """Write the order of an epoch into the arena, unless that was done while the one before it ran."""
+        if self._ordered[0] != epoch:
+            order = epoch_order(self.job.seed, epoch, self.course.samples, self.shuffle)
+            self.session.arena.order[epoch % 2] = order
+            self._ordered = (epoch, order_digest(order))
+        return self._ordered[1]
+
     def _run_to(self, end: int) -> None:
         """Let the workers run towards ``end`` until it is time to look at something else."""
         losses = self.history.metrics.get("loss", [])
         while not self.stop_reason and not self.interrupts.asked and not self.archive.due(self.session.control.steps):
             horizon = min(end, self._consumed + replay_steps(self.session.arena))
-            self.schedule.fill(self.session.arena, horizon, self.course.steps_per_epoch, losses)
-            self.session.allow(horizon)
+            for upto in (min(horizon, self.session.control.steps + _FIRST_STEPS), horizon):
+                self.schedule.fill(self.session.arena, upto, self.course.steps_per_epoch, losses)
+                self.session.allow(upto)
+            if end < self.epochs * self.course.steps_per_epoch:
+                self._lay_out_order(end // self.course.steps_per_epoch)
             reached = self.session.wait(_POLL_S)
             self._consume()
             self._sample_rate()

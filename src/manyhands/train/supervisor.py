@@ -97,6 +97,7 @@ class Supervisor:
     _proposal_due: bool = False
     _next_tick: float = 0.0
     _next_balance: float = 0.0
+    _looks: int = 0
     _seen_plan: int = -1
 
     def __post_init__(self) -> None:
@@ -315,7 +316,8 @@ class Supervisor:
         if self._proposal_due:
             self._propose()
         if self.limits.balance_s and now >= self._next_balance:
-            self._next_balance = now + self.limits.balance_s
+            self._looks += 1  # often in the beginning, when nothing is known yet
+            self._next_balance = now + min(self.limits.balance_s, _TICK_S * self._looks)
             if (better := self.plans.better()) is not None:
                 self._propose(better)
 
