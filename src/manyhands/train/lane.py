@@ -73,7 +73,7 @@ class LaneRunner:
         self._source_draws = not isinstance(job.source, ColumnSource)  # it runs user code, which may draw numbers
         self._data_stream, self._lane_stream = stream_seed(job.seed, "data"), stream_seed(job.seed, "lane")
         self._ahead: dict[tuple[int, int], Batch] = {}
-        self._replica = Replica(arena, job.model)
+        self._replica = Replica(arena, job.model, ours=True)
 
     def run(self, lane: int) -> None:
         """Compute the lane in the stepper's step and stamp it."""

@@ -73,6 +73,7 @@ def launch(
 
     with Session(arena, job, count, limits) as session:
         session.on_event(hear)
+        session.supervisor.plans.cores = count  # nobody stands by: a loop whose body never ran may lack what follows it
         session.start(0)
         session.allow(_ENDLESS)
         launched.value = _result(session)

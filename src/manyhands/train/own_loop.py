@@ -120,7 +120,7 @@ class Hand:
         assert self._arena is not None
         trained = _bind(model, self._arena)
         template = template_of(optimizer, trained)
-        self._replica = Replica(self._arena, model)
+        self._replica = Replica(self._arena, model, ours=False)
         applier = Applier(self._arena, template, self._job.clips, self.slot)
         self._stepper = Stepper(self._arena, self.slot, applier, course.lane_rows, hyper=self._hyper(template))
         self._course, self._stepped = course, 0

@@ -22,7 +22,8 @@ __all__ = ["Replica"]
 class Replica:
     """A model whose trained parameters are views of the arena."""
 
-    def __init__(self, arena: Arena, model: nn.Module) -> None:
+    def __init__(self, arena: Arena, model: nn.Module, *, ours: bool) -> None:
+        """``ours``: nobody else sees this copy, so its layers may be changed."""
         self._arena = arena
         self._agreed = arena.buffers()
         self._lane_buffers = [arena.buffers(lane) for lane in range(arena.spec.lanes)]
@@ -32,7 +33,7 @@ class Replica:
         self._loose: list[torch.Tensor | None] = [None] * len(arena.spec.parameters)
         self._holders = _buffer_holders(model, [entry.name for entry in arena.spec.buffers])
         self.collecting = False
-        if not arena.spec.keeps:
+        if ours and not arena.spec.keeps:
             straighten(model, [entry.name for entry in arena.spec.parameters], self)
         position = {entry.name: index for index, entry in enumerate(arena.spec.parameters)}
         for name, parameter in model.named_parameters():
