@@ -30,7 +30,7 @@ class Record(mh.Callback):
 
 @pytest.mark.parametrize("lanes, kills", [(1, 0), (4, 0), (4, 4)])
 def test_every_checkpoint_is_the_state_of_its_step(lanes: int, kills: int, tmp_path: Path) -> None:
-    scene = Scene(wide, optimizer="momentum", data=table(96, 101), epochs=8, batch_size=8, lanes=lanes)
+    scene = Scene(wide, optimizer="momentum", data=table(96, 101), epochs=16, batch_size=8, lanes=lanes)
     record = Record()
     scene.run(1, callbacks=[record])
     killer = Killer(kills, first=2, last=60) if kills else None
