@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import threading
+import time
 
 import manyhands as mh
 from benchmarks.job import Clock, Job, add_options, now, read_options, report
@@ -83,7 +84,7 @@ def main() -> None:
     callbacks: list[mh.Callback] = [] if clock.steps else [StopAfter(clock.warm_s + clock.seconds)]
     if ours.kill_every_s:
         callbacks.append(KillOften(trainer, ours.kill_every_s))
-    fit_called = now()
+    fit_called, spent_before = now(), time.process_time()
     history = trainer.fit(
         (x, y),
         batch_size=job.batch_size,
@@ -92,12 +93,14 @@ def main() -> None:
         callbacks=callbacks,
         **json.loads(ours.fit),
     )
+    caller_share = (time.process_time() - spent_before) / (now() - fit_called) / (os.cpu_count() or 1)
     report(
         job,
         clock,
         history.step_times,
         first_step_time=fit_called + history.first_step_s,
         side="manyhands",
+        caller_share=caller_share,
         fit_to_first_step_s=history.first_step_s,
         lanes=ours.lanes or job.workers,
         kills=sum(event["event"] == "worker_died" for event in history.events),

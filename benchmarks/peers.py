@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,26 +141,21 @@ def run_rank(rank: int, job: Job, clock: Clock, peer: Peer) -> None:
 
 
 def launch_direct(job: Job, clock: Clock, peer: Peer) -> int:
-    """Starts all ranks at once; if one fails, or time runs out, none is left."""
-    options = [*as_options(job), *as_options(clock)]
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.peers",
-                "ddp",
-                *options,
-                *as_options(dataclasses.replace(peer, rank=rank)),
-            ]
-        )
-        for rank in range(job.workers)
-    ]
-    deadline = now() + peer.timeout_s
+    """Starts all ranks at once."""
+    options = ["ddp", *as_options(job), *as_options(clock)]
+    ranks = [as_options(dataclasses.replace(peer, rank=rank)) for rank in range(job.workers)]
+    return run_together("benchmarks.peers", [[*options, *rank] for rank in ranks], timeout_s=peer.timeout_s)
+
+
+def run_together(module: str, processes: Sequence[Sequence[str]], *, timeout_s: float) -> int:
+    """Runs the module once per list of options, all at once; if one fails, or time runs out, none is left."""
+    started = [subprocess.Popen([sys.executable, "-m", module, *options]) for options in processes]
+    deadline = now() + timeout_s
     try:
-        return max(abs(process.wait(timeout=max(0.1, deadline - now()))) for process in ranks)
+        codes = (process.wait(timeout=max(0.1, deadline - now())) for process in started)
+        return next((abs(code) for code in codes if code), 0)
     finally:
-        for process in ranks:
+        for process in started:
             process.kill()
             process.wait()
 

@@ -216,16 +216,40 @@ def test_a_folder_that_another_run_holds_is_refused_with_3(shell: Shell) -> None
     assert "Traceback" not in second.stderr
 
 
+@pytest.mark.parametrize(
+    "sync, line",
+    [
+        ("local", "each lane makes 32 steps of its own"),
+        ("async-local", "the fastest worker makes 32 steps of its own at a time"),
+    ],
+)
+def test_local_steps_are_trained_and_resumed(sync: str, line: str, shell: Shell) -> None:
+    words = ("train", "own.py", "--workers", "2", "--lanes", "2", "--sync", sync, "--run-dir", "own", "--json")
+    done = shell.run(*words, "--epochs", "2")
+    assert done.returncode == 0, done.stderr
+    assert line in done.stdout
+    record = json.loads((shell.folder / "own" / "run.json").read_text())
+    assert (record["sync"], record["sync_settings"]["every"], record["steps"]) == (sync, 32, 40)
+    resumed = shell.run("resume", "own", "--epochs", "3", "--workers", "1", "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout.splitlines()[-1])["epochs"] == 3
+    record = json.loads((shell.folder / "own" / "run.json").read_text())
+    assert (record["sync"], record["steps"]) == (sync, 60)
+
+
 def test_scale_measures_each_count_and_ends_in_the_same_weights(shell: Shell) -> None:
     words = ("scale", "own.py", "--workers", "1,2", "--steps", "20", "--repeats", "1", "--plot", "scale.png")
-    done = shell.run(*words, "--json")
+    done = shell.run(*words, "--sync", "allreduce,local", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert [row["workers"] for row in result["rows"]] == [1, 2]
+    assert [(row["sync"], row["workers"]) for row in result["rows"]] == [
+        ("allreduce", 1), ("allreduce", 2), ("local", 1), ("local", 2),
+    ]  # fmt: skip
     assert result["rows"][0]["speedup"] == 1.0
-    assert len({row["digest"] for row in result["rows"]}) == 1
+    assert len({row["digest"] for row in result["rows"]}) == 2
     assert all(0 < row["latency_p50_ms"] <= row["latency_p95_ms"] for row in result["rows"])
-    assert "weights after allreduce: identical at every worker count" in done.stdout
+    for sync in ("allreduce", "local"):
+        assert f"weights after {sync}: identical at every worker count" in done.stdout
     assert (shell.folder / "scale.png").read_bytes().startswith(b"\x89PNG")
     assert not (shell.folder / "runs").exists(), "a measurement is not a run"
 

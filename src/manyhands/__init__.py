@@ -25,8 +25,8 @@ from manyhands.train.history import History
 from manyhands.train.launch import Launched, launch
 from manyhands.train.optimizers import optimizer
 from manyhands.train.schedule import PerEpoch
-from manyhands.train.strategy import AllReduce
-from manyhands.train.supervisor import Limits
+from manyhands.train.seats import Limits
+from manyhands.train.strategy import AllReduce, Local, Server
 from manyhands.train.trainer import Trainer
 from manyhands.train.worker import worker_slot
 
@@ -44,11 +44,13 @@ __all__ = [
     "Lambda",
     "Launched",
     "Limits",
+    "Local",
     "ManyhandsError",
     "Normalizer",
     "PerEpoch",
     "ReduceOnPlateau",
     "Schedule",
+    "Server",
     "State",
     "Trainer",
     "clean",

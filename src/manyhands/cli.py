@@ -18,6 +18,7 @@ from manyhands.commands.recipes import recipes
 from manyhands.commands.resume import resume
 from manyhands.commands.runs import runs
 from manyhands.commands.scale import scale
+from manyhands.commands.simulate import simulate
 from manyhands.commands.train import train
 from manyhands.errors import CheckpointError, ManyhandsError, NotFinite, RunError, UsageError
 
@@ -29,7 +30,7 @@ DONE, USER_CODE, USAGE, INFRASTRUCTURE, INTERRUPTED = 0, 1, 2, 3, 130
 def build() -> App:
     """The application with all its verbs."""
     app = App(name="manyhands", help="Train one PyTorch model on whatever machines there are.")
-    for verb in (demo, train, resume, runs, recipes, scale, explain):
+    for verb in (demo, train, resume, runs, recipes, scale, explain, simulate):
         app.command(verb)
     return app
 

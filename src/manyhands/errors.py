@@ -9,6 +9,7 @@ ManyhandsError
 │   ├── NotFinite                     a loss became NaN or infinite
 │   ├── WorkerCrashed                 workers die again and again without progress
 │   ├── RunLocked                     another live run holds the folder
+│   ├── FrameError                    what arrived is not the frame that belongs there
 │   └── EngineError                   processes could not be started or reached
 │       └── ChannelClosed             the process at the other end is gone
 └── CheckpointError (RuntimeError)
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointMismatch",
     "DataError",
     "EngineError",
+    "FrameError",
     "ManyhandsError",
     "MissingExtra",
     "ModelError",
@@ -85,6 +87,10 @@ class WorkerCrashed(RunError):
 
 class RunLocked(RunError):
     """Another live run holds the run folder."""
+
+
+class FrameError(RunError):
+    """Bytes that came from elsewhere are not the frame that belongs there."""
 
 
 class EngineError(RunError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -119,3 +120,19 @@ def test_an_arena_for_inference_needs_no_lanes_of_gradients() -> None:
     assert [tuple(view.shape) for view in made.fixed()] == [tuple(tensor.shape) for _, tensor in TENSORS]
     assert made.parameters() == [] and made.order.size == 0
     made.close()
+
+
+def test_what_a_lane_keeps_has_two_banks(spec: ArenaSpec) -> None:
+    kept = msgspec.structs.replace(spec, memory=["residual", "moment"], memory_numbers=2)
+    with closing(Arena(kept)) as arena:
+        for lane, step in itertools.product(range(3), range(2)):
+            for number, (_, views) in enumerate(sorted(arena.memory(step, lane).items())):
+                for view in views:
+                    view.fill_(100 * lane + 10 * step + number)
+            arena.memory_numbers(step, lane)[:] = lane + step / 2
+        for lane, step in itertools.product(range(3), range(4)):
+            found = arena.memory(step, lane)
+            for number, name in enumerate(("moment", "residual")):
+                expected = 100 * lane + 10 * (step % 2) + number
+                assert all((view == expected).all() for view in found[name])
+            assert arena.memory_numbers(step, lane).tolist() == [lane + step % 2 / 2] * 2

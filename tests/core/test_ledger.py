@@ -51,6 +51,15 @@ def test_skips_are_counted_by_reason_whether_committed_or_not() -> None:
     assert ledger.next_step == 4
 
 
+def test_a_part_of_a_step_may_be_skipped_also_after_a_replay() -> None:
+    ledger = Ledger()
+    ledger.begin_epoch(0, 100, 32, "a")
+    ledger.commit(0, 0, 3)
+    ledger.skip(0, 1, "loss is NaN", 8)
+    assert counted(ledger) == [(92, 0, 0, {"loss is NaN": 8})]
+    assert counted(Ledger.from_records(ledger.to_records())) == counted(ledger)
+
+
 def test_a_dropped_last_batch_has_a_reason() -> None:
     ledger = Ledger()
     ledger.begin_epoch(0, 100, 32, "a", drop_last=True)

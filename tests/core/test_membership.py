@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import settings
+import math
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -24,6 +25,7 @@ class Run(RuleBasedStateMachine):
         self.owners = [-1] * LANES
         self.proposed: list[int] | None = None
         self.step = 0
+        self.now, self.pace_s, self.kills = 0.0, 1.0, True
         self.given_up = False
         self.do(self.members.start())
 
@@ -65,7 +67,8 @@ class Run(RuleBasedStateMachine):
     def end(self, slot: int) -> None:
         self.processes.discard(slot)
         self.told_to_leave.discard(slot)
-        self.do(self.members.died(slot, self.step, "killed"))
+        self.now += self.pace_s
+        self.do(self.members.died(slot, self.step, "killed", self.now, killed=self.kills))
 
     # -- what may happen ------------------------------------------------------------------------------------
     @precondition(lambda self: not self.given_up)
@@ -98,6 +101,10 @@ class Run(RuleBasedStateMachine):
         if self.proposed is not None:
             self.owners, self.proposed = self.proposed, None
             self.do(self.members.adopted(set(self.owners)))
+
+    @rule(pace_s=st.sampled_from([0.0, 0.1, 5.0]), kills=st.booleans())
+    def deaths_come_otherwise(self, pace_s: float, kills: bool) -> None:
+        self.pace_s, self.kills = pace_s, kills
 
     @precondition(lambda self: self.given_up)
     @rule()
@@ -155,29 +162,65 @@ def ready_members(target: int) -> Membership:
     return members
 
 
-@pytest.mark.parametrize("target", [1, 2, 4])
-def test_it_gives_up_after_enough_deaths_in_one_step(target: int) -> None:
-    members = ready_members(target)
-    for _ in range(3 * target - 1):
-        assert not any(isinstance(action, GiveUp) for action in members.died(0, 5, "killed"))
+def deaths(members: Membership, count: int, pace_s: float, *, killed: bool, step: int = 5) -> list[GiveUp]:
+    """So many workers die at one step, one after another; what the run gives up with, if it does."""
+    for number in range(count):
+        for action in members.died(0, step, "died of it", number * pace_s, killed=killed):
+            if isinstance(action, GiveUp):
+                return [action]
         members.ready(0)
-    (action,) = members.died(0, 5, "exited with code 7")
-    assert isinstance(action, GiveUp)
-    assert "died in step 5" in action.why
-    assert "exited with code 7" in action.why
+    return []
 
 
-def test_it_does_not_give_up_while_steps_get_done() -> None:
+@given(target=st.integers(1, 6), pace_s=st.floats(0.0, 60.0))
+def test_it_gives_up_after_enough_faults_in_one_step(target: int, pace_s: float) -> None:
+    assert deaths(ready_members(target), 3 * target - 1, pace_s, killed=False) == []
+    (action,) = deaths(ready_members(target), 3 * target, pace_s, killed=False)
+    assert f"{3 * target} worker processes died in step 5" in action.why and "died of it" in action.why
+
+
+@given(target=st.integers(1, 6), count=st.integers(1, 500))
+def test_a_storm_of_kills_is_no_reason_to_give_up(target: int, count: int) -> None:
+    assert deaths(ready_members(target), count, 9.99 / count, killed=True) == []
+
+
+@given(target=st.integers(1, 6), pace_s=st.floats(0.01, 5.0))
+def test_kills_without_end_are(target: int, pace_s: float) -> None:
+    """As by a system that is out of memory: it ends with the first death after ten seconds, or the last of enough."""
+    enough = max(3 * target, math.ceil(10.0 / pace_s) + 2)
+    (action,) = deaths(ready_members(target), enough, pace_s, killed=True)
+    took_s = float(action.why.partition("within ")[2].partition(" s")[0])
+    assert took_s <= max(10.0 + pace_s, 3 * target * pace_s) + 0.1
+
+
+@given(target=st.integers(1, 6), faults=st.integers(0, 30), kills=st.integers(0, 200))
+def test_kills_do_not_make_faults_worse(target: int, faults: int, kills: int) -> None:
+    members = ready_members(target)
+    assert deaths(members, kills, 9.99 / max(kills, 1), killed=True) == []
+    assert bool(deaths(members, faults, 0.0, killed=False)) == (faults >= 3 * target)
+
+
+@given(steps=st.lists(st.booleans(), max_size=200), pace_s=st.floats(0.0, 60.0))
+def test_it_does_not_give_up_while_steps_get_done(steps: list[bool], pace_s: float) -> None:
     members = ready_members(1)
-    for step in range(100):
-        actions = members.died(0, step, "killed")
+    for step, killed in enumerate(steps):
+        actions = members.died(0, step, "died of it", step * pace_s, killed=killed)
         assert [type(action) for action in actions] == [Repair, Spawn]
         members.ready(0)
 
 
+def test_one_that_leaves_is_no_reason_either() -> None:
+    members = ready_members(1)
+    assert deaths(members, 50, 0.1, killed=True) == []
+    members.resize(2)
+    members.ready(1)
+    members.resize(1)
+    assert members.died(1, 5, "left", 60.0, killed=False) == [Repair(1)]
+
+
 def test_a_successor_sits_where_the_dead_one_sat() -> None:
     members = ready_members(3)
-    assert Spawn(1) in members.died(1, 0, "killed")
+    assert Spawn(1) in members.died(1, 0, "killed", 0.0, killed=True)
     assert members.status == {0: "active", 1: "starting", 2: "active"}
 
 
@@ -187,7 +230,7 @@ def test_one_that_leaves_keeps_its_seat_until_no_plan_names_it() -> None:
     assert members.active == [0]
     assert members.adopted({0, 2}) == [Release(1)]
     assert members.adopted({0}) == [Release(1), Release(2)]
-    assert members.died(1, 0, "left") == [Repair(1)]
+    assert members.died(1, 0, "left", 0.0, killed=False) == [Repair(1)]
     assert members.seated == [0, 2]
 
 

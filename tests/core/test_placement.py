@@ -6,11 +6,12 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.core.placement import busy, finish_time, heirs, place_lanes, place_units, rebalance
+from manyhands.core.placement import FINE, busy, finish_time, heirs, place_lanes, place_rows, place_units, rebalance
 
 speeds_of_slots = st.dictionaries(st.integers(0, 20), st.floats(0.1, 100.0), min_size=1, max_size=6)
 few_speeds = st.dictionaries(st.integers(0, 5), st.floats(0.1, 10.0), min_size=1, max_size=3)
@@ -26,6 +27,12 @@ def best_finish_time(lanes: int, speeds: Mapping[int, float]) -> float:
 def test_no_placement_finishes_earlier(lanes: int, speeds: dict[int, float]) -> None:
     owners = place_lanes(lanes, speeds)
     assert finish_time(owners, speeds) == pytest.approx(best_finish_time(lanes, speeds))
+
+
+@given(speeds_of_slots)
+def test_with_fine_lanes_nobody_waits_long(speeds: dict[int, float]) -> None:
+    lanes = FINE * len(speeds)
+    assert finish_time(place_lanes(lanes, speeds), speeds) <= 1.25 * lanes / sum(speeds.values())
 
 
 @given(lane_counts, speeds_of_slots)
@@ -137,3 +144,24 @@ def test_nobody_stands_by_before_those_who_work_are_measured() -> None:
 
 def test_there_is_a_core_for_everybody() -> None:
     assert busy([4, 2], {2, 4}, {2: 1.0, 4: 1.0}, 2) == [2, 4]
+
+
+BATCHES = {  # distinct row numbers of a batch
+    "in a row": np.arange(4000),
+    "all even": np.arange(0, 8000, 2),
+    "multiples of 4096": np.arange(2000) * 4096,
+    "large": 2**40 + np.arange(0, 40_000, 10),
+    "skewed": np.unique(np.random.default_rng(0).zipf(1.2, 20_000) % 10_000_000),
+}
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 16])
+@pytest.mark.parametrize("name", BATCHES)
+def test_no_server_has_much_more_rows_than_another(name: str, servers: int) -> None:
+    ids = BATCHES[name]
+    owners = place_rows(ids, servers)
+    counts = np.bincount(owners, minlength=servers)
+    assert len(counts) == servers
+    fair = len(ids) / servers
+    assert counts.max() <= fair + 4 * np.sqrt(fair)  # as even as by chance, or better
+    assert (owners == place_rows(ids.copy(), servers)).all()

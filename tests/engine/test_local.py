@@ -82,21 +82,22 @@ def test_a_child_has_torch_the_callers_path_and_folder_and_one_thread(
 
 
 @pytest.mark.parametrize(
-    "target, number, ending",
+    "target, number, words, killed",
     [
-        ("sleep", signal.SIGKILL, "killed by SIGKILL"),
-        ("sleep", signal.SIGTERM, "killed by SIGTERM"),
-        ("leave", None, "exited with code 7"),
-        ("fail", None, "exited with code 1"),
+        ("sleep", signal.SIGKILL, "killed by SIGKILL", True),
+        ("sleep", signal.SIGTERM, "killed by SIGTERM", True),
+        ("sleep", signal.SIGSEGV, "killed by SIGSEGV", False),
+        ("leave", None, "exited with code 7", False),
+        ("fail", None, "exited with code 1", False),
     ],
 )
-def test_how_a_process_ended_is_known(target: str, number: int | None, ending: str) -> None:
+def test_how_a_process_ended_is_known(target: str, number: int | None, words: str, killed: bool) -> None:
     child = local.spawn(f"test_local:{target}")
     if number is not None:
         assert child.channel.receive(30) is not None
         child.signal(number)
     assert child.wait(10)
-    assert child.ending() == ending
+    assert child.ending() == local.Ending(words, killed)
     child.signal(signal.SIGKILL)  # no error: it is gone
     child.close()
 
@@ -139,7 +140,7 @@ def test_shutdown_ends_everything_and_is_no_end_for_later() -> None:
     local.shutdown()
     assert local.zygote_pid() is None
     assert child.wait(5) and gone(zygote)
-    assert child.ending() == "ended"
+    assert child.ending().words == "ended"
     child.close()
     local.shutdown()
     local.warm()
@@ -176,7 +177,7 @@ def test_nothing_outlives_a_caller_that_is_killed(number: int) -> None:
 def test_a_target_that_does_not_exist_ends_the_child_and_not_the_zygote() -> None:
     child = local.spawn("test_local:nothing")
     assert child.wait(10)
-    assert child.ending() == "exited with code 1"
+    assert child.ending().words == "exited with code 1"
     child.close()
     assert local.zygote_pid() is not None
 

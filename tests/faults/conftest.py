@@ -11,10 +11,11 @@ import torch._dynamo  # noqa: F401
 from manyhands.train import state
 
 
-@pytest.fixture(params=["whole", "shared out"])
+@pytest.fixture(params=["whole", "shared out, kept", "shared out"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to apply a step; models as small as those of the tests would all be applied whole."""
+    """All ways to apply a step; models as small as those of the tests would all be applied whole."""
     way: str = request.param
+    monkeypatch.setattr(state, "WHOLE_BYTES", state.KEPT_BYTES if way == "whole" else 0)
     if way == "shared out":
-        monkeypatch.setattr(state, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(state, "KEPT_BYTES", 0)
     return way

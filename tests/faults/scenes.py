@@ -126,7 +126,7 @@ class Scene:
     data: tuple[torch.Tensor, torch.Tensor] = field(default_factory=table)
     epochs: int = 2
     batch_size: int = 16
-    lanes: int = 4
+    lanes: int | None = 4
     trainer: dict[str, Any] = field(default_factory=dict)
     fit: dict[str, Any] = field(default_factory=dict)
 
@@ -205,9 +205,14 @@ class Killer:
         for step in sorted(dice.randint(self.first, self.last) for _ in range(self.kills)):
             wait_until(lambda due=step: committed(trainer) >= due or committed(trainer) < 0, 60)
             time.sleep(dice.random() * 0.004)  # anywhere in the step
-            wait_until(lambda: trainer.pids or committed(trainer) < 0, 10)
-            pids = list(trainer.pids.values())
-            self.fired += bool(pids) and send(dice.choice(pids), signal.SIGKILL)
+            wait_until(lambda: self._strike(trainer, dice) or committed(trainer) < 0, 10)
+
+    def _strike(self, trainer: mh.Trainer, dice: random.Random) -> bool:
+        """Kill one that lives; False when the one that was chosen was gone already."""
+        pids = list(trainer.pids.values())
+        struck = bool(pids) and send(dice.choice(pids), signal.SIGKILL)
+        self.fired += struck
+        return struck
 
 
 def proof(run_dir: str | Path) -> Proof:

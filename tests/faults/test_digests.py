@@ -62,7 +62,9 @@ def test_any_number_of_workers_gives_the_same_weights(
 ) -> None:
     scene = Scene(make_model, data=table(203), **settings)  # 203 = 12 × 16 + 11: the last batch is ragged
     outcomes = [scene.run(workers) for workers in (1, 2, 3, 4)]
-    monkeypatch.setattr(state, "WHOLE_BYTES", 0)  # every worker applies a share, as with large models
+    monkeypatch.setattr(state, "WHOLE_BYTES", 0)  # every worker applies a share, and a copy is kept
+    outcomes += [scene.run(workers) for workers in (1, 2, 3)]
+    monkeypatch.setattr(state, "KEPT_BYTES", 0)  # every worker applies a share, with an undo log, as with large models
     outcomes += [scene.run(workers) for workers in (1, 3, 4)]
     assert len({outcome.digest for outcome in outcomes}) == 1
     assert outcomes[0].digest != mh.digest(make_model())

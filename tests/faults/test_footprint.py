@@ -38,7 +38,8 @@ def listening(pids: list[int]) -> list[str]:
                 found.append(f"{name} {fields[1]}")
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         fields = line.split()
-        if fields[6] in inodes and int(fields[3], 16) & 0x10000:  # accepts connections
+        theirs = fields[7:] and fields[7].startswith("@cuda")  # opened by the driver of a GPU in every process
+        if fields[6] in inodes and int(fields[3], 16) & 0x10000 and not theirs:  # accepts connections
             found.append(f"unix {fields[7:]}")
     return found
 

@@ -82,20 +82,21 @@ class _TwoDeaths:
 
 @pytest.mark.slow
 def test_a_short_storm(tmp_path: Path) -> None:
-    """Kills and pauses of random workers every tenth of a second, with checkpoints being written meanwhile."""
+    """Kills and pauses of random workers every 150 steps, with checkpoints being written meanwhile."""
     scene = Scene(data=table(4000), epochs=12)
     quiet = scene.run(2)
     fired = {signal.SIGKILL: 0, signal.SIGSTOP: 0}
 
     def storm(trainer: mh.Trainer) -> None:
-        dice = random.Random(3)
-        while 0 <= committed(trainer) < 2700 and sum(fired.values()) < 40:
+        dice, due = random.Random(3), 0
+        while sum(fired.values()) < 16 and committed(trainer) >= 0:
+            due += 150  # by steps, so that a fast machine has as many deaths
+            wait_until(lambda due=due: committed(trainer) >= due or committed(trainer) < 0, 60)
             if pids := list(trainer.pids.values()):
                 number = dice.choices([signal.SIGKILL, signal.SIGSTOP], [6, 1])[0]
                 fired[number] += send(dice.choice(pids), number)
                 # A step that waits for a stopped worker would see so many deaths that the run gives it up.
                 time.sleep(1.5 if number is signal.SIGSTOP else 0)
-            time.sleep(dice.random() * 0.2)
 
     stormy = scene.run(3, storm, run_dir=tmp_path / "run", checkpoint_every_s=0.3)
     assert fired[signal.SIGKILL] >= 8

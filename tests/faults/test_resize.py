@@ -101,7 +101,7 @@ class Asleep(Mlp):
     """Takes time, but no processor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.004)
+        time.sleep(0.02)
         return super().forward(x)
 
 
@@ -113,7 +113,8 @@ def busy(trainer: mh.Trainer) -> set[int]:
 
 def test_more_workers_than_cores_stand_by_and_step_in() -> None:
     quick = {"limits": mh.Limits(balance_s=0.1)}
-    scene = Scene(lambda: Mlp(width=600), data=table(3200), epochs=5, lanes=6, trainer=quick)
+    lanes = 3 * cores()
+    scene = Scene(lambda: Mlp(width=600), data=table(3200), epochs=5, batch_size=3 * lanes, lanes=lanes, trainer=quick)
     seen: list[set[int]] = []
 
     def kill_a_busy_one(trainer: mh.Trainer) -> None:
@@ -131,7 +132,8 @@ def test_more_workers_than_cores_stand_by_and_step_in() -> None:
 
 def test_workers_that_sleep_are_all_kept_busy() -> None:
     workers = cores() + 2
-    scene = Scene(Asleep, data=table(1280), epochs=6, lanes=workers, trainer={"limits": mh.Limits(balance_s=0.1)})
+    quick = {"limits": mh.Limits(balance_s=0.1)}
+    scene = Scene(Asleep, data=table(160 * workers), epochs=2, batch_size=2 * workers, lanes=workers, trainer=quick)
     lanes: list[set[int]] = []
 
     def look(trainer: mh.Trainer) -> None:
@@ -140,3 +142,8 @@ def test_workers_that_sleep_are_all_kept_busy() -> None:
 
     scene.run(workers, look)
     assert len(lanes[0]) == workers
+
+
+def test_more_workers_than_there_are_banks_for_plans() -> None:
+    scene = Scene(lanes=12)
+    assert scene.run(12).digest == scene.run(1).digest

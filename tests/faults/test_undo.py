@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import manyhands as mh
 from manyhands.comm.arena import Arena, ArenaSpec, Entry, Unit
 from manyhands.comm.control import PHASES
 from manyhands.sync.undo import UndoLog, recover
+from manyhands.train import state
 
 pytestmark = pytest.mark.fault
 
@@ -88,6 +91,42 @@ def test_death_within_a_step_of_the_optimizer(kind: str, at: int, workers: int, 
     assert marker.exists()
     deaths = killed.events("worker_died")
     assert [(death["phase"], death["undone"]) for death in deaths] == [("reduce", True)]
+    assert killed.digest == quiet.digest
+
+
+class TwoFates(Dying, torch.optim.SGD):
+    """In one step worker 1 is stopped in the middle of its units, and worker 0 dies in the middle of its own."""
+
+    base = torch.optim.SGD
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        inspect.unwrap(self.base.step)(self)
+        stopped, dead = Path(self.marker + ".stopped"), Path(self.marker + ".dead")
+        if mh.worker_slot() is None or self.marker == "never" or dead.exists():
+            return
+        self.calls += 1
+        if mh.worker_slot() == 1 and self.calls >= self.at and first_time(stopped):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif mh.worker_slot() == 0:
+            time.sleep(0.02)
+            if stopped.exists() and first_time(dead):
+                self.param_groups[0]["params"][0].add_(1000.0)
+                kill_self()
+
+
+def test_a_worker_stopped_in_its_share_does_not_keep_a_run_from_going_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "WHOLE_BYTES", 0)  # shared out, and a copy is kept
+    scene = Scene(data=table(160), trainer={"limits": mh.Limits(pause_s=0.5)})
+    scene.optimizer = lambda params: TwoFates(params, "never", 7, lr=0.05, momentum=0.9)
+    quiet = scene.run(2)
+    scene.optimizer = lambda params: TwoFates(params, str(tmp_path / "marker"), 7, lr=0.05, momentum=0.9)
+    killed = scene.run(2)
+    assert (tmp_path / "marker.dead").exists()
+    assert [event["undone"] for event in killed.events("worker_died")] == [True, False]
+    assert "kept a step from being taken back" in killed.events("worker_hung")[0]["text"]
     assert killed.digest == quiet.digest
 
 

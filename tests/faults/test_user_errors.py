@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,19 @@ def test_a_crash_loop_ends_soon() -> None:
     begun = time.monotonic()
     with pytest.raises(WorkerCrashed, match=r"worker processes died in step \d+ .* exited with code 7"):
         Scene(lambda: At(40, crash)).run(2)
+    assert time.monotonic() - begun < 30
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_loop_of_kills_ends_soon() -> None:
+    """What a system that is out of memory does to whoever computes a certain sample."""
+    begun = time.monotonic()
+    with pytest.raises(WorkerCrashed, match=r"worker processes died in step \d+ .* killed by SIGKILL\. .*memory"):
+        Scene(lambda: At(40, be_killed)).run(2)
     assert time.monotonic() - begun < 30
 
 

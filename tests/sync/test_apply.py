@@ -11,7 +11,9 @@ import torch
 from rig import SHAPES, Factory, Rig
 
 from manyhands.comm.arena import lay_out
+from manyhands.errors import ModelError
 from manyhands.sync.apply import UNIT_BYTES, cut_units
+from manyhands.sync.outer import WarmNesterov
 
 optim = torch.optim
 
@@ -35,6 +37,7 @@ ELEMENTWISE: dict[str, Factory] = {
     "RAdam": lambda p: optim.RAdam(p, lr=0.1),
     "ASGD": lambda p: optim.ASGD(p, lr=0.1, t0=2),
     "Rprop": lambda p: optim.Rprop(p),
+    "WarmNesterov": lambda p: WarmNesterov(p, lr=0.8, momentum=0.3),
 }
 MATRICES = [((30, 40), torch.float32), ((9, 3), torch.float32), ((200, 300), torch.float32)]
 WHOLE: dict[str, tuple[Factory, list[Any]]] = {
@@ -232,6 +235,23 @@ def test_sparse_adam() -> None:
         torch.testing.assert_close(rig.values()[0], rig.plain[0].detach(), rtol=1e-5, atol=1e-5)
         assert torch.equal(rig.values()[0][step + 7 :], rig.plain[0][step + 7 :]), "rows without a gradient moved"
     rig.close()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_adam_moves_vectors() -> None:
+    """Each number of a vector is a row of its own."""
+    rig = Rig(lambda p: optim.SparseAdam(p, lr=0.1), lanes=2, shapes=[((50, 4), torch.float32), ((9,), torch.float32)])
+    for step in range(3):
+        rig.step_reference([gradient.to_sparse(1) for gradient in rig.fill_lanes()])
+        rig.apply(step)
+        for mine, theirs in zip(rig.values(), rig.plain, strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5, msg=f"step {step}")
+    rig.close()
+
+
+def test_sparse_adam_refuses_a_number_alone() -> None:
+    with pytest.raises(ModelError, match=r"SparseAdam received '0', .*torch\.zeros\(1\)"):
+        Rig(lambda p: optim.SparseAdam(p, lr=0.1), shapes=[((), torch.float32)])
 
 
 def test_units_cover_every_byte_once_and_do_not_depend_on_owners() -> None:

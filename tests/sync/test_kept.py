@@ -10,7 +10,7 @@ from torch import nn
 
 from manyhands.comm.arena import Arena
 from manyhands.sync.kept import Kept, go_back, replay_steps
-from manyhands.train.state import ModelState
+from manyhands.train.state import ModelState, Needs
 
 RING = 8
 
@@ -27,7 +27,7 @@ class Model(nn.Module):
 def arena() -> Arena:
     model = Model()
     optimizer = torch.optim.Adafactor(model.parameters())
-    arena = ModelState(model, optimizer, repeatable=True, lanes=2, samples=0, stats=1, ring=RING).arena
+    arena = ModelState(model, optimizer, Needs(repeatable=True), lanes=2, samples=0, stats=1, ring=RING).arena
     assert arena.spec.extras, "an optimizer with state of other shapes belongs to this test"
     return arena
 
@@ -79,6 +79,51 @@ def test_nothing_is_taken_back_from_one_that_died_after_its_commit(arena: Arena,
     assert not arena.control.marked(4)
 
 
+def share_out(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Arena:
+    """Units 0 and 1 belong to slots 0 and 1; step 3 is being applied, from a copy of step 2."""
+    monkeypatch.setattr("manyhands.train.state.WHOLE_BYTES", 0)
+    optimizer = torch.optim.Adam(model.parameters())
+    arena = ModelState(model, optimizer, Needs(repeatable=True), lanes=2, samples=0, stats=1, ring=RING).arena
+    assert arena.spec.keeps and not arena.spec.whole
+    arena.control.unit_owner(0)[:] = -1
+    arena.control.unit_owner(0)[:2] = [0, 1]
+    fill(arena, 7)
+    Kept(arena).renew(2)
+    fill(arena, 8)
+    arena.control.commit(3, 0)
+    for slot in (0, 1):
+        arena.control.set_slot_value(slot, "undo_step", 4)
+    return arena
+
+
+def test_who_has_stamped_all_its_units_tore_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = share_out(Model(), monkeypatch)
+    arena.control.unit_done[0] = 4
+    assert not go_back(arena, 0)
+    assert arena.control.steps == 3
+    assert {float(tensor.flatten()[0]) for tensor in changing(arena)} == {8.0}
+    assert arena.control.slot_value(1, "undo_step") == 4, "the other one is still at it"
+
+
+def test_the_others_finish_before_anything_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = share_out(Model(), monkeypatch)
+    control = arena.control
+    waited = list[int]()
+
+    def others_finish(mark: int) -> None:
+        assert control.going_back, "nobody may begin now"
+        assert {float(tensor.flatten()[0]) for tensor in changing(arena)} == {8.0}
+        control.unit_done[1] = mark
+        waited.append(mark)
+
+    assert go_back(arena, 0, others_finish)
+    assert waited == [4]
+    assert {float(tensor.flatten()[0]) for tensor in changing(arena)} == {7.0}
+    assert control.steps == 2 and not control.going_back
+    assert not control.unit_done.any(), "what was stamped is to be done again"
+    assert not go_back(arena, 1), "one who died with the first is settled with it"
+
+
 @pytest.mark.parametrize(
     "disturb, renewed",
     [
@@ -109,7 +154,7 @@ def test_only_small_models_that_can_go_back_keep_a_copy(monkeypatch: pytest.Monk
     model = Model()
     optimizer = torch.optim.SGD(model.parameters())
     shape = {"lanes": 1, "samples": 0, "stats": 1, "ring": 1}
-    assert ModelState(model, optimizer, repeatable=True, **shape).arena.spec.keeps
+    assert ModelState(model, optimizer, Needs(repeatable=True), **shape).arena.spec.keeps
     assert not ModelState(model, optimizer, **shape).arena.spec.keeps
-    monkeypatch.setattr("manyhands.train.state.WHOLE_BYTES", 12 * 4 + 5 * 8 + 3 * 2 * 4 - 1)
-    assert not ModelState(model, optimizer, repeatable=True, **shape).arena.spec.keeps
+    monkeypatch.setattr("manyhands.train.state.KEPT_BYTES", 12 * 4 + 5 * 8 + 3 * 2 * 4 - 1)
+    assert not ModelState(model, optimizer, Needs(repeatable=True), **shape).arena.spec.keeps

@@ -85,6 +85,8 @@ TRAINER: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "metric": ({"metrics": ["acuracy"]}, UsageError, r"unknown metric 'acuracy'. Did you mean 'accuracy'\? Valid"),
     "metric twice": ({"metrics": ["mae", "mae"]}, UsageError, r"two metrics are called 'mae'; valid"),
     "sync": ({"sync": "allreduc"}, UsageError, r"unknown sync 'allreduc'. Did you mean 'allreduce'\? Valid"),
+    "codec": ({"sync": "allreduce:int9"}, UsageError, r"unknown codec 'int9'. Did you mean 'int\d'\? Valid: bf16"),
+    "codec setting": ({"sync": "allreduce:topk:7"}, UsageError, r"fraction of codec topk received 7; valid"),
     "layout": ({"layout": "hole"}, UsageError, r"unknown layout 'hole'. Did you mean 'whole'\? Valid"),
     "engine": ({"engine": "locale"}, UsageError, r"unknown engine 'locale'. Did you mean 'local'\? Valid"),
     "device": ({"device": "cuda:0"}, UsageError, r"unknown device 'cuda:0'..* Valid: auto, cpu"),

@@ -46,7 +46,7 @@ def test_work_is_shared_among_the_active(plans: Plans) -> None:
 
 def test_repair_moves_the_work_of_the_dead_alone(plans: Plans) -> None:
     before, repairs = owners(plans, 1), plans.arena.control.repairs
-    plans.membership.died(0, 0, "killed")
+    plans.membership.died(0, 0, "killed", 0.0, killed=True)
     plans.repair()
     after = owners(plans, 1)
     assert plans.arena.control.repairs == repairs + 1
@@ -60,7 +60,7 @@ def test_repair_moves_the_work_of_the_dead_alone(plans: Plans) -> None:
 def test_a_plan_that_is_not_yet_adopted_is_repaired_as_well(plans: Plans) -> None:
     for _ in range(2):
         plans.propose()
-    plans.membership.died(2, 0, "killed")
+    plans.membership.died(2, 0, "killed", 0.0, killed=True)
     plans.repair()
     for plan in (1, 2, 3):
         assert 2 not in owners(plans, plan)
@@ -68,7 +68,7 @@ def test_a_plan_that_is_not_yet_adopted_is_repaired_as_well(plans: Plans) -> Non
 
 def test_nobody_owns_anything_until_a_successor_is_known_to_be_ready(plans: Plans) -> None:
     for slot in (2, 1, 0):
-        plans.membership.died(slot, 0, "killed")
+        plans.membership.died(slot, 0, "killed", 0.0, killed=True)
         plans.repair()
     assert set(owners(plans, 1)) == {-1}
     assert plans.arena.control.leader(1) == -1
@@ -116,3 +116,13 @@ def test_a_worker_without_lanes_gets_another_chance(plans: Plans) -> None:
     chances = [plans.better() for _ in range(200)]
     assert chances[0] is None
     assert any(better is not None and 0 in better for better in chances)
+
+
+def test_a_first_plan_is_made_however_many_were_proposed_meanwhile(plans: Plans) -> None:
+    """Every worker that comes in is a reason for a plan; there are more of them than banks."""
+    control = plans.arena.control
+    control.commit(0, 0)
+    while plans.propose() is not None:
+        pass
+    assert plans.propose(first=True) is not None
+    assert sorted(set(control.lane_owner(control.proposed).tolist())) == [0, 1, 2]

@@ -16,9 +16,19 @@ import numpy as np
 import torch
 
 from manyhands.comm.control import Control, ControlShape
+from manyhands.comm.exchange import Exchange, ExchangeShape
 from manyhands.comm.segment import Segment, aligned
+from manyhands.comm.tables import Table, Tables, tables_bytes
 
-__all__ = ["Arena", "ArenaSpec", "Entry", "Extra", "Unit", "dtype_of", "lay_out"]
+__all__ = [
+    "LEFT_OUT", "MOST_SERVERS", "MOST_WORKERS", "Arena", "ArenaSpec", "Entry", "Extra", "Unit", "dtype_of", "lay_out",
+]  # fmt: skip
+
+LEFT_OUT = "left_out"
+"""The plane of what a codec has left out of sums so far; it is not the optimizer's."""
+MOST_WORKERS = 64
+"""The seats of an arena."""
+MOST_SERVERS = 16
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -77,7 +87,13 @@ class ArenaSpec(msgspec.Struct, frozen=True, kw_only=True):
     stats: int = 1
     hyper: int = 1
     ring: int = 1
-    keeps: bool = False  # one process applies a whole step, and a copy of the state is kept to go back to
+    memory: list[str] = []  # planes that each lane keeps from step to step, such as what a codec left out
+    memory_numbers: int = 0  # single numbers that it keeps
+    exchange: int = 0  # servers to which workers bring updates one by one; lanes are then places of workers
+    span: int = 1  # consecutive chunks that such an update may cover
+    tables: list[Table] = []  # parameters that servers hold by row; they are not among the others
+    keeps: bool = False  # a copy of the state is kept to go back to
+    whole: bool = False  # one process applies a whole step; it keeps
 
 
 def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Entry]:
@@ -126,6 +142,15 @@ class Arena:
         layout.take("undo_scalars", 8 * spec.slots * spec.undo_units * (len(spec.scalars) + 1))
         self._places = layout.places
         layout.take("kept", sum(aligned(size) for _, size in self._live()) if spec.keeps else 0)
+        self._exchange_shape = ExchangeShape(
+            workers=spec.lanes, servers=spec.exchange, ring=spec.ring, stats=spec.stats, span=spec.span
+        )
+        layout.take("exchange", self._exchange_shape.size_bytes if spec.exchange else 0)
+        layout.take("pulls", self.plane_bytes * spec.lanes if spec.exchange else 0)
+        layout.take("pulled_buffers", self.buffer_bytes * spec.lanes if spec.exchange else 0)
+        layout.take("tables", tables_bytes(spec.tables, spec.lanes, spec.exchange))
+        layout.take("memory", 2 * spec.lanes * len(spec.memory) * self.plane_bytes)
+        layout.take("memory_numbers", 8 * 2 * spec.lanes * spec.memory_numbers)
         layout.take("present", spec.lanes * max(len(spec.parameters), 1))
         layout.take("stats", 8 * spec.ring * spec.lanes * spec.stats)
         layout.take("hyper", 8 * spec.ring * spec.hyper)
@@ -138,9 +163,20 @@ class Arena:
             "undo_scalars", (spec.slots, spec.undo_units, len(spec.scalars) + 1), np.float64
         )
         self.present = self._array("present", (spec.lanes, max(len(spec.parameters), 1)), np.uint8)
+        self._memory_numbers = self._array("memory_numbers", (2, spec.lanes, spec.memory_numbers), np.float64)
         self.stats = self._array("stats", (spec.ring, spec.lanes, spec.stats), np.float64)
         self.hyper = self._array("hyper", (spec.ring, spec.hyper), np.float64)
         self.order = self._array("order", (2, spec.samples), np.int64)
+
+    def exchange(self) -> Exchange:
+        """The words between workers and servers."""
+        assert self.spec.exchange, "nobody brings updates to this arena"
+        return Exchange(self._exchange_shape, self.segment, self._places["exchange"])
+
+    def tables(self) -> Tables:
+        """The parameters that servers hold by row."""
+        spec = self.spec
+        return Tables(spec.tables, spec.lanes, spec.exchange, self.segment, self._places["tables"])
 
     def _array(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
         if 0 in shape:
@@ -155,6 +191,14 @@ class Arena:
     def lane(self, lane: int) -> torch.Tensor:
         """Bytes of a lane's gradient."""
         return self.segment.bytes(self._places["lanes"] + lane * self.plane_bytes, self.plane_bytes)
+
+    def free_lanes(self) -> None:
+        """No step will follow: the memory of the gradients can go."""
+        self.segment.free(self._places["lanes"], self.plane_bytes * self.spec.lanes)
+
+    def pull(self, slot: int) -> torch.Tensor:
+        """Bytes of the parameters as a worker has them that computes updates on its own."""
+        return self.segment.bytes(self._places["pulls"] + slot * self.plane_bytes, self.plane_bytes)
 
     def undo(self, slot: int) -> torch.Tensor:
         """Bytes of a worker's undo buffer."""
@@ -198,9 +242,48 @@ class Arena:
         base = self._places["lanes"] + lane * self.plane_bytes
         return [self._entry(base, e) for e in self.spec.parameters]
 
+    def memory(self, step: int, lane: int) -> dict[str, list[torch.Tensor]]:
+        """What a lane keeps, by name and in the shapes of the parameters, as it is before ``step``.
+
+        There are two banks, in turns: computing a step reads the one before it and writes the one after it, so that a
+        lane whose worker died can be computed again.
+        """
+        found = {}
+        for index, name in enumerate(self.spec.memory):
+            number = (step % 2 * self.spec.lanes + lane) * len(self.spec.memory) + index
+            base = self._places["memory"] + number * self.plane_bytes
+            found[name] = [self._entry(base, e) for e in self.spec.parameters]
+        return found
+
+    def memory_numbers(self, step: int, lane: int) -> np.ndarray:
+        """The single numbers that a lane keeps, as they are before ``step``; a writable view."""
+        numbers: np.ndarray = self._memory_numbers[step % 2, lane]
+        return numbers
+
+    @torch.no_grad()
+    def carry_over(self, step: int, lane: int) -> None:
+        """The lane has nothing to do in ``step``: what it keeps stays as it is."""
+        if self.spec.memory:
+            size = len(self.spec.memory) * self.plane_bytes
+            before, after = (
+                self.segment.bytes(self._places["memory"] + (bank % 2 * self.spec.lanes + lane) * size, size)
+                for bank in (step, step + 1)
+            )
+            after.copy_(before)
+        self._memory_numbers[(step + 1) % 2, lane] = self._memory_numbers[step % 2, lane]
+
     def fixed(self) -> list[torch.Tensor]:
         """The frozen parameters."""
         return [self._entry(self._places["fixed"], e) for e in self.spec.fixed]
+
+    def pulled(self, slot: int) -> list[torch.Tensor]:
+        """The same in the shapes of the parameters."""
+        return [self._entry(self._places["pulls"] + slot * self.plane_bytes, e) for e in self.spec.parameters]
+
+    def pulled_buffers(self, slot: int) -> list[torch.Tensor]:
+        """The buffers that such a worker starts from."""
+        base = self._places["pulled_buffers"] + slot * self.buffer_bytes
+        return [self._entry(base, e) for e in self.spec.buffers]
 
     def buffers(self, lane: int | None = None) -> list[torch.Tensor]:
         """The agreed buffers, or those that a lane left."""

@@ -25,7 +25,7 @@ BANKS = 8
 _PLAN_BITS = 24
 _HEAD = (
     "commit", "proposed", "repairs", "horizon", "held", "stop", "bell", "first_commit_ns", "desk", "kept", "kept_ns",
-    "spares",
+    "spares", "counter", "going_back",
 )  # fmt: skip
 SLOT_FIELDS = (
     "beat",  # counts every sign of life of the main thread
@@ -43,6 +43,8 @@ SLOT_FIELDS = (
     "lanes_done",
     "lane_ns",  # smoothed time for one lane
     "demand",  # thousandths of a core that the worker keeps busy while it works; 0: not measured
+    "sent_bytes",  # frames of its lanes, as far as they go to others
+    "received_bytes",  # parameters that others updated
 )
 PHASES = ("starting", "idle", "data", "compute", "wait", "reduce", "message")
 
@@ -80,6 +82,7 @@ class Control:
         self._head = memoryview(words[: len(_HEAD)])  # type: ignore[arg-type]
         self.bell = Bell(segment.buffer, offset + 8 * _HEAD.index("bell"))  # workers listen
         self.spares = Bell(segment.buffer, offset + 8 * _HEAD.index("spares"))  # workers without work listen
+        self.counter = Bell(segment.buffer, offset + 8 * _HEAD.index("counter"))  # servers listen
         self.desk = Bell(segment.buffer, offset + 8 * _HEAD.index("desk"))  # the caller listens
         start = 16
         self._slots = words[start : start + shape.slots * len(SLOT_FIELDS)].reshape(shape.slots, len(SLOT_FIELDS))
@@ -182,10 +185,20 @@ class Control:
     def kept_ns(self, value: int) -> None:
         self._head[10] = value
 
+    @property
+    def going_back(self) -> int:
+        """1 while the caller restores the kept copy: nobody may begin to change the state."""
+        return self._head[13]
+
+    @going_back.setter
+    def going_back(self, value: int) -> None:
+        self._head[13] = value
+
     def wake_everybody(self) -> None:
-        """Ring for those with work and for those without."""
+        """Ring for those with work, for those without, and for servers."""
         self.bell.ring()
         self.spares.ring()
+        self.counter.ring()
 
     # -- plans ----------------------------------------------------------------------------------------------
     def write_plan(self, plan: int, leader: int, lane_owner: list[int], unit_owner: np.ndarray) -> None:
@@ -219,6 +232,10 @@ class Control:
     def marked(self, stamp: int) -> bool:
         """Whether some process is changing the state for that step, or died over it."""
         return bool((self._slots[:, SLOT_FIELDS.index("undo_step")] == stamp).any())
+
+    def clear_marks(self) -> None:
+        """Nobody is changing the state, and what the dead left half-changed is settled."""
+        self._slots[:, SLOT_FIELDS.index("undo_step")] = 0
 
     def slot_value(self, slot: int, field: str) -> int:
         """One word of a slot."""

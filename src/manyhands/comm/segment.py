@@ -63,6 +63,13 @@ class Segment:
         count = int(np.prod(shape))
         return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset).reshape(tuple(shape))
 
+    def free(self, offset: int, size_bytes: int) -> None:
+        """Give the whole pages in a range back to the system, for every process that maps them; they read as zeros."""
+        first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (offset + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > first:
+            self._map.madvise(mmap.MADV_REMOVE, first, stop - first)
+
     @property
     def buffer(self) -> mmap.mmap:
         """The mapping itself, for callers that need its address."""

@@ -13,10 +13,12 @@ from manyhands.commands.runs import Overview, read_overview
 from manyhands.core.ledger import EpochProof, Proof
 from manyhands.observe.events import read_events
 from manyhands.train.ledger_file import read_ledger
+from manyhands.train.receipt import format_traffic, format_updates
 
 __all__ = ["explain"]
 
-TROUBLE = ("worker_died", "worker_hung", "recovered", "checkpoint_failed", "checkpoint_damaged")
+DEATHS = ("worker_died", "server_died")
+TROUBLE = (*DEATHS, "worker_hung", "server_hung", "recovered", "checkpoint_failed", "checkpoint_damaged")
 LEDGER_IS_WRONG = 3
 
 
@@ -36,10 +38,15 @@ def explain(run: str, /, *, output: Output = DEFAULT_OUTPUT) -> int:
     if not output.quiet:
         for line in [*overview_lines(overview), *proof_lines(proof, is_done=is_done), *trouble_lines(events)]:
             say(line)
+        if updates := overview.record.get("updates"):
+            say(f"updates: {updates['applied']:,} applied · {format_updates(updates)}")
         say(f"bill: {format_bill(overview.bill)}")
+        if overview.bytes:
+            say(f"bytes: {format_traffic(overview.bytes)}")
     if output.json:
         trouble = [event for event in events if event["event"] in TROUBLE]
-        print_json({**overview.to_dict(), "bill": overview.bill, "proof": proof.to_dict(), "trouble": trouble})
+        told = {"bill": overview.bill, "bytes": overview.bytes, "proof": proof.to_dict(), "trouble": trouble}
+        print_json({**overview.to_dict(), **told})
     return 0 if proof_holds(proof, is_done=is_done) else LEDGER_IS_WRONG
 
 
@@ -55,7 +62,8 @@ def overview_lines(overview: Overview) -> list[str]:
         f"  {record['model']} · {record['parameters']:,} parameters · {record['optimizer']} · loss {record['loss']}",
         f"  {record['samples']:,} samples × {record['epochs']} epochs · batch {record['batch_size']} global in "
         f"{record['lanes']} lanes · seed {record['seed']}",
-        f"  {workers} workers, intra-op threads {record['threads']} · sync {record['sync']}",
+        f"  {workers} workers, intra-op threads {record['threads']} · sync {record['sync']}"
+        + (f" · codec {codec}" if (codec := record.get("codec")) else ""),
     ]
     recipe = record.get("recipe")
     if isinstance(recipe, dict) and recipe.get("settings"):
@@ -107,7 +115,7 @@ def trouble_lines(events: Sequence[Mapping[str, Any]]) -> list[str]:
     trouble = [event for event in events if event["event"] in TROUBLE]
     if not trouble:
         return ["deaths: none"]
-    deaths = sum(event["event"] == "worker_died" for event in trouble)
+    deaths = sum(event["event"] in DEATHS for event in trouble)
     stalls = [float(event["seconds"]) for event in trouble if event["event"] == "recovered"]
     longest = f", longest stall {format_seconds(max(stalls))}" if stalls else ""
     head = f"deaths: {deaths}, recoveries: {len(stalls)}{longest}"
@@ -119,7 +127,8 @@ def _describe_event(event: Mapping[str, Any]) -> str:
         return str(event["text"])
     if event["event"] == "recovered":
         return f"the run went on {format_seconds(float(event['seconds']))} later"
+    role = "server" if "server" in event else "worker"
     return (
-        f"worker {event.get('worker')} (pid {event.get('pid')}) died: {event.get('how')}, "
+        f"{role} {event.get(role)} (pid {event.get('pid')}) died: {event.get('how')}, "
         f"at step {event.get('step')} in phase {event.get('phase')}"
     )

@@ -50,7 +50,7 @@ class TrainingOptions:
     workers: str | None = None
     "Worker processes: a number, auto (one per core), or a range such as 2-4."
     sync: str = "allreduce"
-    "How copies of the model agree."
+    "How copies of the model agree; a codec follows a colon, such as allreduce:int8."
     layout: str = "whole"
     "How one copy of the model lies over devices."
     engine: str = "local"

@@ -56,6 +56,12 @@ class Overview:
         bill: Mapping[str, float] = self.record.get("bill", {})
         return bill
 
+    @property
+    def bytes(self) -> Mapping[str, int]:
+        """What the workers sent and received; empty without a codec."""
+        counted: Mapping[str, int] = self.record.get("bytes", {})
+        return counted
+
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         return {

@@ -2,100 +2,99 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.commands.options import (
-    DEFAULT_OUTPUT,
-    Output,
-    parse_settings,
-    parse_worker_counts,
-    set_option,
-)
+from manyhands.commands.options import DEFAULT_OUTPUT, Output, parse_settings, parse_worker_counts, set_option
 from manyhands.commands.output import format_bill, print_json, print_table, say
 from manyhands.engine.local import cores
 from manyhands.errors import UsageError
 from manyhands.plan.scale import Measurement, Plan, choose_lanes, measure, plot
 from manyhands.recipes import get, with_settings
+from manyhands.train.receipt import format_traffic, format_updates
 
 __all__ = ["scale"]
 
 COLUMNS = ("sync", "workers", "speed-up", "samples/s", "(range)", "step p50", "step p95", "bill")
 NUMBERS = COLUMNS[1:-1]
-LATENCY_NOTE = "step p50, p95: in a run of its own, one step at a time with the caller waiting for it"
+LATENCY_NOTE = (
+    "step p50, p95: in a run of its own, one step at a time with the caller waiting for it (local: one round)"
+)
 
 
-def scale(
-    recipe: str,
-    /,
-    *,
-    workers: str = "1,2,4",
-    sync: str = "allreduce",
-    layout: str = "whole",
-    engine: str = "local",
-    steps: int = 200,
-    repeats: int = 3,
-    batch_size: int | None = None,
-    lanes: int | None = None,
-    seed: int = 0,
-    settings: Annotated[tuple[str, ...], set_option] = (),
-    plot_file: Annotated[Path | None, Parameter(name="--plot")] = None,
-    output: Output = DEFAULT_OUTPUT,
-) -> int:
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleOptions:
+    """What is measured."""
+
+    workers: str = "1,2,4"
+    "The counts to compare, with commas."
+    sync: str = "allreduce"
+    "How copies agree; several with commas."
+    layout: str = "whole"
+    "How one copy of the model lies over devices."
+    engine: str = "local"
+    "Where processes come from."
+    steps: int = 200
+    "Steps to time at each count."
+    repeats: int = 3
+    "How often; the table has the median and the range."
+    batch_size: int | None = None
+    "The global batch."
+    lanes: int | None = None
+    "Slices of the global batch, the same at every count."
+    seed: int = 0
+    "Everything random follows from it."
+    settings: Annotated[tuple[str, ...], set_option] = ()
+    plot_file: Annotated[Path | None, Parameter(name="--plot")] = None
+    "Draw the result into this file."
+
+
+DEFAULT_SCALE = ScaleOptions()
+
+
+def scale(recipe: str, /, *, options: ScaleOptions = DEFAULT_SCALE, output: Output = DEFAULT_OUTPUT) -> int:
     """Measure a recipe at several worker counts.
 
     Parameters
     ----------
     recipe
         A built-in name (see: manyhands recipes) or a .py file that defines recipe().
-    workers
-        The counts to compare, with commas.
-    sync
-        How copies agree; several with commas.
-    layout
-        How one copy of the model lies over devices.
-    engine
-        Where processes come from.
-    steps
-        Steps to time at each count.
-    repeats
-        How often; the table has the median and the range.
-    batch_size
-        The global batch.
-    lanes
-        Slices of the global batch, the same at every count.
-    seed
-        Everything random follows from it.
-    plot_file
-        Draw the result into this file.
     """
-    chosen = parse_settings(settings) | ({} if batch_size is None else {"batch_size": batch_size})
-    job = with_settings(get(recipe), chosen)
-    counts = parse_worker_counts(workers)
-    plan = Plan(
-        workers=counts,
-        syncs=_syncs(sync),
-        lanes=lanes or choose_lanes(counts, job.batch_size),
-        steps=steps,
-        repeats=repeats,
-        layout=layout,
-        engine=engine,
-        seed=seed,
-    )
-    if plot_file is not None and not plot_file.resolve().parent.is_dir():
-        raise UsageError(f"--plot {plot_file}: the folder does not exist; valid: a file name in a folder that does.")
+    settings = parse_settings(options.settings)
+    if options.batch_size is not None:
+        settings["batch_size"] = options.batch_size
+    job, file = with_settings(get(recipe), settings), options.plot_file
+    plan = _plan(options, job.batch_size)
+    if file is not None and not file.resolve().parent.is_dir():
+        raise UsageError(f"--plot {file}: the folder does not exist; valid: a file name in a folder that does.")
     if not output.quiet:
         _print_header(job.name, job.batch_size, plan)
     rows = measure(job, plan) if output.quiet else measure(job, plan, say)
-    if plot_file is not None:
-        plot(rows, plot_file)
+    if file is not None:
+        plot(rows, file)
     if not output.quiet:
-        _print_result(rows, plot_file)
+        _print_result(rows, file)
     if output.json:
         print_json(_result(job.name, plan, rows))
     return 0
+
+
+def _plan(options: ScaleOptions, batch_size: int) -> Plan:
+    counts = parse_worker_counts(options.workers)
+    return Plan(
+        workers=counts,
+        syncs=_syncs(options.sync),
+        lanes=options.lanes or choose_lanes(counts, batch_size),
+        steps=options.steps,
+        repeats=options.repeats,
+        layout=options.layout,
+        engine=options.engine,
+        seed=options.seed,
+    )
 
 
 def _syncs(text: str) -> list[str]:
@@ -134,9 +133,16 @@ def _print_result(rows: list[Measurement], plot_file: Path | None) -> None:
     say()
     print_table(COLUMNS, cells, right=NUMBERS)
     say(LATENCY_NOTE)
+    for row in rows:
+        told = [format_updates(row.updates)] if row.updates else []
+        told += [format_traffic(row.bytes)] if row.bytes else []
+        if told:
+            say(f"{row.sync} with {row.workers}: {' · '.join(told)}")
     for sync in dict.fromkeys(row.sync for row in rows):
-        same = len({row.digest for row in rows if row.sync == sync}) == 1
-        say(f"weights after {sync}: {'identical' if same else 'not identical'} at every worker count")
+        digests = [row.digest for row in rows if row.sync == sync]
+        if len(digests) > 1:
+            same = len(set(digests)) == 1
+            say(f"weights after {sync}: {'identical' if same else 'not identical'} at every worker count")
     if plot_file is not None:
         say(f"plot: {plot_file}")
 

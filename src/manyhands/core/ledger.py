@@ -72,7 +72,8 @@ class _Epoch:
     drop_last: bool
     commits: list[tuple[int, int]] = field(default_factory=list)
     """Ranges of steps, both ends included, in the order of their commits."""
-    skips: dict[int, str] = field(default_factory=dict)
+    skips: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Step -> why, and how many samples of it."""
 
     @property
     def steps(self) -> int:
@@ -99,7 +100,7 @@ class _Epoch:
 
     def undo_from(self, step: int) -> None:
         self.commits = [(first, min(last, step - 1)) for first, last in self.commits if first < step]
-        self.skips = {at: reason for at, reason in self.skips.items() if at < step}
+        self.skips = {at: skip for at, skip in self.skips.items() if at < step}
 
     def prove(self) -> EpochProof:
         skipped: Counter[str] = Counter()
@@ -109,10 +110,10 @@ class _Epoch:
             if count > 1:
                 more_than_once += samples
                 continue
-            for step, reason in self.skips.items():
+            for step, (reason, left_out) in self.skips.items():
                 if first <= step <= last:
-                    skipped[reason] += self.size_of(step)
-                    samples -= self.size_of(step)
+                    skipped[reason] += left_out
+                    samples -= left_out
             once += samples * count
         if tail := self.samples - self._samples_in(self.first_step, self.end_step - 1):
             skipped["drop_last"] += tail
@@ -217,10 +218,13 @@ class Ledger:
         else:
             self._records.append({"kind": "commit", "epoch": epoch, "first": first_step, "last": last_step})
 
-    def skip(self, epoch: int, step: int, reason: str) -> None:
-        """Say that a step changed nothing, and why; whether it is committed as well makes no difference."""
-        self._checked(epoch, step, step).skips[step] = reason
-        self._records.append({"kind": "skip", "epoch": epoch, "step": step, "reason": reason})
+    def skip(self, epoch: int, step: int, reason: str, samples: int | None = None) -> None:
+        """Say that a step, or ``samples`` of its samples, changed nothing, and why; whether it is committed as well
+        makes no difference."""
+        known = self._checked(epoch, step, step)
+        known.skips[step] = (reason, known.size_of(step) if samples is None else samples)
+        part = {} if samples is None else {"samples": samples}
+        self._records.append({"kind": "skip", "epoch": epoch, "step": step, "reason": reason, **part})
 
     def rollback(self, step: int) -> None:
         """Go back to the account of a run at ``step``: that step and all later ones are not committed."""
@@ -272,7 +276,7 @@ def _replay(ledger: Ledger, record: Mapping[str, Any]) -> None:
         case {"kind": "commit", "epoch": epoch, "first": first, "last": last}:
             ledger.commit(epoch, first, last)
         case {"kind": "skip", "epoch": epoch, "step": step, "reason": reason}:
-            ledger.skip(epoch, step, reason)
+            ledger.skip(epoch, step, reason, record.get("samples"))
         case {"kind": "rollback", "step": step}:
             ledger.rollback(step)
         case _:

@@ -3,6 +3,10 @@
 Each slot is a seat for one worker process. A seat is *starting* until its process says it is ready, then
 *active*; a seat that is given up is *leaving* until the plan no longer names it. A process that dies leaves its
 seat to a successor, unless deaths come so fast that the same step never gets done.
+
+Why a process died says whom to suspect. An exit or a fault comes from the work, and will come again. A kill may come
+from anybody: from outside, where a storm of them passes, or from a system whose memory the work has used up, where it
+does not. Time tells those apart: kills count against a run only while it stands still.
 """
 
 from __future__ import annotations
@@ -53,14 +57,19 @@ Action = Spawn | Repair | Propose | Release | GiveUp
 
 @dataclass(slots=True)
 class Membership:
-    """Who sits where. ``target`` seats are wanted; ``slots`` is how many there can be."""
+    """Who sits where. ``target`` seats are wanted of those with the numbers ``first`` to ``first + slots - 1``."""
 
     target: int
     slots: int
+    first: int = 0
+    role: str = "worker"
     deaths_per_step: int = 3  # this many deaths per wanted worker at one step, and the run gives up
+    standstill_s: float = 10.0  # ... if the work is to blame; if not, after so long at the same step
     status: dict[int, Status] = field(default_factory=dict)
     _step: int = -1
+    _since: float = 0.0
     _deaths: int = 0
+    _faults: int = 0
 
     def start(self) -> list[Action]:
         """Fill the seats."""
@@ -88,18 +97,23 @@ class Membership:
         # Work of the dead waits where nobody was alive to take it.
         return [Repair(slot), Propose()]
 
-    def died(self, slot: int, step: int, how: str) -> list[Action]:
-        """The process of ``slot`` has ended (and can write nothing any more) while ``step`` was being worked on."""
+    def died(self, slot: int, step: int, how: str, now: float, *, killed: bool) -> list[Action]:
+        """The process of ``slot`` has ended (and can write nothing any more) while ``step`` was being worked on.
+
+        ``killed``: by somebody, and not by what it was doing.
+        """
         status = self.status.pop(slot, None)
         if status is None:
             return []
         if step != self._step:
-            self._step, self._deaths = step, 0
-        self._deaths += status != "leaving"
-        if self._deaths >= self.deaths_per_step * max(self.target, 1):
-            return [
-                GiveUp(f"{self._deaths} worker processes died in step {step} without finishing it; the last one {how}")
-            ]
+            self._step, self._since, self._deaths, self._faults = step, now, 0, 0
+        if status != "leaving":
+            self._deaths += 1
+            self._faults += not killed
+            most, stands_s = self.deaths_per_step * max(self.target, 1), now - self._since
+            if self._faults >= most or (self._deaths >= most and stands_s >= self.standstill_s):
+                dead = f"{self._deaths} {self.role} processes died in step {step} without finishing it"
+                return [GiveUp(f"{dead}, within {stands_s:.1f} s; the last one {how}")]
         repair: list[Action] = [Repair(slot)] if status != "starting" else []
         return repair + self._fill(prefer=slot)
 
@@ -124,7 +138,7 @@ class Membership:
     def _fill(self, prefer: int | None = None) -> list[Action]:
         actions: list[Action] = []
         wanted = sum(1 for status in self.status.values() if status != "leaving")
-        free = [slot for slot in range(self.slots) if slot not in self.status]
+        free = [slot for slot in range(self.first, self.first + self.slots) if slot not in self.status]
         if prefer in free:  # a successor takes the seat of the dead
             free.remove(prefer)
             free.insert(0, prefer)

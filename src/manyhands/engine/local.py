@@ -14,19 +14,32 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 from manyhands.engine.channel import Channel, readable
 from manyhands.errors import ChannelClosed, EngineError
 
-__all__ = ["Process", "cores", "shutdown", "spawn", "warm", "zygote_pid"]
+__all__ = ["Ending", "Process", "cores", "remove_afterwards", "shutdown", "spawn", "warm", "zygote_pid"]
 
 _START_TIMEOUT_S = 120.0  # the zygote imports torch before it answers; a cold disk can take long
 _ANSWER_TIMEOUT_S = 20.0
+# What a process brings on itself.
+_FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
 
 
 def cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ended."""
+
+    words: str
+    killed: bool
+    """By somebody, as far as is known: not by what it did itself."""
 
 
 class Process:
@@ -45,6 +58,14 @@ class Process:
         """False once the process has ended and can write nothing any more."""
         return self.pidfd >= 0 and not readable(self.pidfd, 0)
 
+    def is_stopped(self) -> bool:
+        """Whether the system shows it as stopped."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        except OSError:
+            return False
+        return state in (b"T", b"t")
+
     def signal(self, number: int) -> None:
         """Send a signal; a process that is gone is no error."""
         if self.pidfd >= 0:
@@ -55,15 +76,15 @@ class Process:
         """Wait for the end; False when it still runs after ``timeout_s``."""
         return self.pidfd < 0 or readable(self.pidfd, timeout_s)
 
-    def ending(self) -> str:
-        """How the process ended, in words."""
+    def ending(self) -> Ending:
+        """How the process ended."""
         code = _exit_code(self.pid)
         if code is None:
-            return "ended"
+            return Ending("ended", killed=True)
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            return f"killed by {name}"
-        return f"exited with code {code}"
+            return Ending(f"killed by {name}", killed=-code not in _FAULTS)
+        return Ending(f"exited with code {code}", killed=False)
 
     def close(self) -> None:
         """Release the descriptors; the process must have ended."""
@@ -131,6 +152,16 @@ def shutdown() -> None:
         if _zygote is not None and _owner == os.getpid():
             _zygote.close()
         _zygote = None
+
+
+def remove_afterwards(folder: str, *, needed: bool = True) -> None:
+    """Let the zygote remove ``folder`` when this process ends in whatever way; not ``needed``: it is gone already."""
+    with _lock:
+        if needed:
+            warm()
+        if _zygote is not None and zygote_pid() is not None:
+            with contextlib.suppress(ChannelClosed):  # it was killed: the next run removes what is left
+                _zygote.channel.send("folder", {"path": folder, "needed": needed})
 
 
 def spawn(target: str) -> Process:

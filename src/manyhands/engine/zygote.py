@@ -13,6 +13,7 @@ import gc
 import importlib
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -43,6 +44,7 @@ def main(fd: int) -> None:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     children: set[int] = set()
     statuses: dict[int, int] = {}
+    folders: set[str] = set()
     try:
         while True:
             ready, _, _ = select.select([channel.fileno(), wake_read], [], [], 5.0)
@@ -50,7 +52,7 @@ def main(fd: int) -> None:
                 os.read(wake_read, 4096)
             _reap(children, statuses)
             if channel.fileno() in ready and (message := channel.receive(0)) is not None:
-                _serve(channel, message, children, statuses)
+                _serve(channel, message, children, statuses, folders)
     except ChannelClosed:
         pass
     finally:
@@ -60,6 +62,8 @@ def main(fd: int) -> None:
         for pid in children:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reap(children: set[int], statuses: dict[int, int]) -> None:
@@ -71,7 +75,7 @@ def _reap(children: set[int], statuses: dict[int, int]) -> None:
         statuses[pid] = os.waitstatus_to_exitcode(status)
 
 
-def _serve(channel: Channel, message: Message, children: set[int], statuses: dict[int, int]) -> None:
+def _serve(channel: Channel, message: Message, children: set[int], statuses: dict[int, int], folders: set[str]) -> None:
     if message.kind == "spawn":
         pid = os.fork()
         if pid == 0:
@@ -83,6 +87,8 @@ def _serve(channel: Channel, message: Message, children: set[int], statuses: dic
         channel.send("spawned", {"pid": pid})
     elif message.kind == "status":
         channel.send("status", {"code": statuses.get(message.body["pid"])})
+    elif message.kind == "folder":
+        (folders.add if message.body["needed"] else folders.discard)(message.body["path"])
 
 
 def _become_child(message: Message) -> NoReturn:

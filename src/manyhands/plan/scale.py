@@ -88,6 +88,10 @@ class Measurement:
     """From the beginning of a step to its commit as the caller sees it, in a run of its own, one step at a time."""
     bill: Mapping[str, float]
     """Seconds of all workers together, by phase, over all repeats."""
+    updates: Mapping[str, int]
+    """Of asynchronous servers, in the last repeat: applied, dropped, and how stale."""
+    bytes: Mapping[str, int]
+    """With a codec, in the last repeat: sent, received, and over how many samples."""
     digest: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,6 +107,8 @@ class _Case:
     workers: int
     rates: list[float] = field(default_factory=list)
     bill: Counter[str] = field(default_factory=Counter)
+    updates: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
     digest: str = ""
     latencies_ms: list[float] = field(default_factory=list)
 
@@ -141,6 +147,8 @@ def measure(workload: Workload, plan: Plan, tell: Callable[[str], None] = lambda
             latency_p50_ms=float(np.percentile(case.latencies_ms, 50)),
             latency_p95_ms=float(np.percentile(case.latencies_ms, 95)),
             bill=dict(case.bill),
+            updates=case.updates,
+            bytes=case.bytes,
             digest=case.digest,
         )
         for case in cases
@@ -161,6 +169,7 @@ def _measure_throughput(workload: Workload, plan: Plan, data: SelectedSource, ep
     )
     case.rates.append(epochs * len(data) / stopwatch.seconds)
     case.bill.update(history.bill)
+    case.updates, case.bytes = history.updates, history.bytes
     case.digest = digest(trainer.model)
 
 
@@ -210,12 +219,11 @@ class _Stopwatch(Callback):
 
 
 class _StepWatch(Callback):
-    """The time of single steps, after as many steps to warm up; ends the run when there are enough."""
+    """The time of single steps, for ``wanted`` batches after as many to warm up; then it ends the run."""
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
         self.latencies_ms: list[float] = []
-        self._seen = 0
         self._started = 0.0
 
     def on_step_begin(self, state: State) -> None:
@@ -223,10 +231,9 @@ class _StepWatch(Callback):
 
     def on_step_end(self, state: State) -> None:
         elapsed_ms = 1e3 * (time.perf_counter() - self._started)
-        self._seen += 1
-        if self._seen > self.wanted:
+        if state.step > self.wanted:
             self.latencies_ms.append(elapsed_ms)
-        if len(self.latencies_ms) == self.wanted:
+        if state.step >= 2 * self.wanted:
             state.stop("measured")
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from manyhands.comm.arena import Arena, Unit, dtype_of
+from manyhands.comm.arena import LEFT_OUT, Arena, Unit, dtype_of
 from manyhands.sync.clip import Clip
 from manyhands.sync.fused import FusedAdam, fused_adam
 from manyhands.sync.loose import Loose
 from manyhands.sync.optimizer_state import Template
-from manyhands.sync.undo import BATCH_BYTES, BATCH_UNITS, UndoLog
+from manyhands.sync.undo import BATCH_BYTES, BATCH_UNITS, SMALL_BYTES, UndoLog
 
-__all__ = ["Applier", "cut_units"]
+__all__ = ["Applier", "Mend", "cut_units", "row_sparse"]
+
+Mend = Callable[[torch.Tensor, int, np.ndarray], None]
 
 # A multiple of every vector width, so that where a tensor is cut changes no rounding: kernels treat the tail of a
 # tensor differently, and only the last unit of a tensor has one. Small enough to share out small models evenly.
@@ -41,32 +43,30 @@ class _Piece:
         self.parameter, self.first, self.stop, self.tensor = parameter, first, stop, tensor
 
 
+class _Lanes(dict[int, torch.Tensor]):
+    """A range of each lane's gradient, looked up when it is needed: there may be many lanes."""
+
+    def __init__(self, arena: Arena, start: int, stop: int, dtype: torch.dtype) -> None:
+        self._arena, self._range, self._dtype = arena, slice(start, stop), dtype
+
+    def __missing__(self, lane: int) -> torch.Tensor:
+        self[lane] = self._arena.lane(lane)[self._range].view(self._dtype)
+        return self[lane]
+
+
 class _Batch:
     """Units [first, stop) that are reduced, saved and applied together."""
 
     __slots__ = (
-        "first",
-        "firsts",
-        "fused",
-        "given",
-        "gradients",
-        "homes",
-        "lanes",
-        "numbers",
-        "optimizer",
-        "piece_of",
-        "pieces",
-        "ready",
-        "scratch",
-        "start",
-        "stop",
-    )
+        "first", "firsts", "fused", "given", "gradients", "homes", "lanes", "numbers",
+        "optimizer", "piece_of", "pieces", "ready", "scratch", "start", "stop", "views",
+    )  # fmt: skip
 
     first: int
     stop: int
     start: int
     pieces: list[_Piece]
-    lanes: list[torch.Tensor]
+    lanes: _Lanes
     scratch: torch.Tensor
     optimizer: torch.optim.Optimizer
     numbers: np.ndarray  # (pieces, scalars): the optimizer's single numbers, which its state tensors are views of
@@ -77,6 +77,7 @@ class _Batch:
     fused: FusedAdam | None
     given: tuple[int, bytes] | None  # which gradient tensor, and which of its pieces, the optimizer has
     gradients: list[torch.Tensor]  # of each piece, for the fused kernel
+    views: dict[tuple[int, bytes], list[torch.Tensor]]  # the same for each gradient that it was given before
 
 
 class Applier:
@@ -91,6 +92,7 @@ class Applier:
         self._undo = None if arena.spec.keeps else UndoLog(arena, slot)
         self._loose: Loose | None = None
         self._batches: dict[tuple[int, int], _Batch] = {}
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._row: bytes = b""
         self._hyper: list[float] = []
         self._present = arena.present[0]
@@ -115,13 +117,15 @@ class Applier:
     def batches(self, units: Sequence[int]) -> list[tuple[int, int]]:
         """Cut unit numbers (ascending) into runs that are applied together."""
         spec, runs = self._arena.spec, list[tuple[int, int]]()
-        single = bool(spec.extras)
+        single, most = bool(spec.extras), BATCH_BYTES
+        if spec.exchange and sum(spec.units[unit].stop - spec.units[unit].start for unit in units) <= SMALL_BYTES:
+            most = SMALL_BYTES
         for unit in units:
             if runs and not single:
                 first, stop = runs[-1]
                 head, new = spec.units[first], spec.units[unit]
                 alike = spec.parameters[head.parameter].dtype == spec.parameters[new.parameter].dtype
-                small = new.stop - head.start <= BATCH_BYTES and stop - first < BATCH_UNITS
+                small = new.stop - head.start <= most and stop - first < BATCH_UNITS
                 if unit == stop and alike and (small or spec.keeps):
                     runs[-1] = (first, unit + 1)
                     continue
@@ -158,6 +162,11 @@ class Applier:
         self._present = present[lanes[0]] if len(lanes) == 1 else present[list(lanes)].max(axis=0)
         self._present_key = self._present.tobytes()
 
+    def saved(self, run: tuple[int, int]) -> torch.Tensor | None:
+        """The bytes of the run's parameters before it was last applied, as long as no other run is; None where nothing
+        is saved."""
+        return None if self._undo is None else self._undo.parameters(*run)
+
     def save_ahead(self, run: tuple[int, int], step: int) -> None:
         """Save what ``apply`` will change, while others still compute."""
         assert self._undo is not None
@@ -169,17 +178,31 @@ class Applier:
         self._undo.drop()
 
     @torch.no_grad()
-    def apply(self, run: tuple[int, int], lanes: Sequence[int], step: int, norm: float) -> None:
-        """Reduce, transform and apply the units of the run; stamp them."""
+    def apply(
+        self, run: tuple[int, int], lanes: Sequence[int], step: int, norm: float, mend: Mend | None = None
+    ) -> None:
+        """Reduce, transform and apply the units of the run; stamp them.
+
+        ``mend`` may change the sum first; it is told which bytes of the plane these are, and which parameters have one.
+        """
         batch = self._batch(run)
+        if not any(self._present[piece.parameter] for piece in batch.pieces):  # as plain PyTorch leaves them alone
+            if self._undo is not None:
+                self._undo.begin(*run, step)
+                self._undo.end(*run, step)
+            return
         if self._loose is not None and len(lanes) == 1 and not self._clips:
             self._give_loose(batch, self._loose.gradients)
         else:
-            gradient = self._reduce(batch, lanes)
-            for clip in self._clips:
-                clip(gradient, norm)
+            # An update lies in its place until it is answered: whoever only reads it needs no copy.
+            reads = mend is None and (batch.fused is not None or not self._arena.spec.exchange)
+            gradient = self._reduce(batch, lanes, reads=reads)
             if self._undo is not None:
                 self._undo.begin(*run, step)
+            if mend is not None:
+                mend(gradient, batch.start, self._present)
+            for clip in self._clips:
+                clip(gradient, norm)
             self._give_gradients(batch, gradient)
         if batch.fused is not None:
             batch.fused(batch.gradients)
@@ -193,12 +216,14 @@ class Applier:
         if self._undo is not None:
             self._undo.end(*run, step)
 
-    def _reduce(self, batch: _Batch, lanes: Sequence[int]) -> torch.Tensor:
-        """The sum over lanes in lane order. The lanes' own buffers stay as they are, so it can be done again."""
+    def _reduce(self, batch: _Batch, lanes: Sequence[int], *, reads: bool = True) -> torch.Tensor:
+        """The sum over lanes in lane order. The lanes' own buffers stay as they are, so it can be done again.
+
+        ``reads``: it is only read; a single lane is its own sum then."""
         if self._loose is not None:
             return self._reduce_with(self._loose, batch, lanes)
         if len(lanes) == 1:
-            if not self._clips:
+            if not self._clips and reads:
                 return batch.lanes[lanes[0]]
             return batch.scratch.copy_(batch.lanes[lanes[0]])
         torch.add(batch.lanes[lanes[0]], batch.lanes[lanes[1]], out=batch.scratch)
@@ -236,13 +261,16 @@ class Applier:
         if batch.fused is None:
             for piece, gradient in zip(batch.pieces, own, strict=True):
                 piece.tensor.grad = (
-                    gradient if gradient is None or not self._template.wants_sparse else _row_sparse(gradient)
+                    gradient if gradient is None or not self._template.wants_sparse else row_sparse(gradient)
                 )
 
     def _give_gradients(self, batch: _Batch, gradient: torch.Tensor) -> None:
         """Let the optimizer's tensors have their parts of ``gradient``; mostly they have them from the last step."""
         given = (gradient.data_ptr(), self._present_key)
         if batch.given == given and not self._template.wants_sparse:
+            return
+        if batch.fused is not None and given in batch.views:  # workers take turns
+            batch.given, batch.gradients = given, batch.views[given]
             return
         batch.given, batch.fused = given, None
         size = gradient.element_size()
@@ -253,7 +281,7 @@ class Applier:
                 continue
             start = (units[piece.first].start - batch.start) // size
             view = gradient[start : start + piece.tensor.numel()].view(piece.tensor.shape)
-            piece.tensor.grad = _row_sparse(view) if self._template.wants_sparse else view
+            piece.tensor.grad = row_sparse(view) if self._template.wants_sparse else view
 
     def _fuse(self, batch: _Batch) -> None:
         """From the next step on, go straight to the kernel, if everything about the batch is as usual."""
@@ -261,6 +289,8 @@ class Applier:
             column = self._arena.spec.scalars.index("step")
             tensors = [piece.tensor for piece in batch.pieces]
             batch.gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+            if batch.given is not None:
+                batch.views[batch.given] = batch.gradients
             batch.fused = FusedAdam(batch.optimizer, tensors, batch.numbers[:, column])
 
     def _keep_state(self, batch: _Batch) -> None:
@@ -299,11 +329,11 @@ class Applier:
         batch.first, batch.stop = first, stop
         batch.start, end = spec.units[first].start, spec.units[stop - 1].stop
         dtype = dtype_of(spec.parameters[spec.units[first].parameter].dtype)
-        batch.lanes = [self._arena.lane(lane)[batch.start : end].view(dtype) for lane in range(spec.lanes)]
+        batch.lanes = _Lanes(self._arena, batch.start, end, dtype)
         needs_scratch = spec.lanes > 1 or bool(self._clips)
-        batch.scratch = torch.empty((end - batch.start) // dtype.itemsize if needs_scratch else 0, dtype=dtype)
+        batch.scratch = self._scratch_of((end - batch.start) // dtype.itemsize if needs_scratch else 0, dtype)
         batch.pieces = self._pieces(first, stop)
-        batch.given, batch.fused, batch.homes, batch.gradients = None, None, {}, []
+        batch.given, batch.fused, batch.homes, batch.gradients, batch.views = None, None, {}, [], {}
         batch.ready = self._arena.control.unit_ready[first:stop].tobytes()
         batch.firsts = [piece.first for piece in batch.pieces]
         batch.piece_of = np.repeat(np.arange(len(batch.pieces)), [piece.stop - piece.first for piece in batch.pieces])
@@ -315,6 +345,13 @@ class Applier:
                 batch.homes[number] = {**self._homes(piece), **self._numbers(batch, number)}
                 batch.optimizer.state[piece.tensor] = dict(batch.homes[number])
         return batch
+
+    def _scratch_of(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Where a sum of lanes is made. Batches share it, as each is applied before the next is summed: so it stays
+        in the cache, and does not grow with the model."""
+        if dtype not in self._scratch or len(self._scratch[dtype]) < count:
+            self._scratch[dtype] = torch.empty(count, dtype=dtype)
+        return self._scratch[dtype][:count]
 
     def _pieces(self, first: int, stop: int) -> list[_Piece]:
         spec, pieces, at = self._arena.spec, [], first
@@ -340,6 +377,7 @@ class Applier:
         homes = {
             name: self._view(1 + index, piece.parameter, piece.first, piece.stop)
             for index, name in enumerate(spec.planes)
+            if name != LEFT_OUT
         }
         homes |= {e.key: self._arena.extra(i) for i, e in enumerate(spec.extras) if e.parameter == piece.parameter}
         return homes
@@ -350,6 +388,9 @@ class Applier:
         return {name: table[number, column] for column, name in enumerate(self._arena.spec.scalars)}
 
 
-def _row_sparse(gradient: torch.Tensor) -> torch.Tensor:
+def row_sparse(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient as the optimizers take it that want only the rows which have one; numbers of a vector are rows."""
+    if gradient.ndim == 1:
+        return gradient.to_sparse()
     rows = gradient.abs().sum(dim=tuple(range(1, gradient.ndim))).nonzero().view(1, -1)
     return torch.sparse_coo_tensor(rows, gradient[rows[0]], gradient.shape, is_coalesced=True, check_invariants=False)

@@ -1,15 +1,23 @@
-"""A copy of the whole state, made now and then, for models so small that one process applies a step alone.
+"""A copy of the whole state, made now and then, for models that are not too large to have one.
 
-Such a model loses more time to an undo log than to the update itself. Instead, whoever applies keeps a copy every so
-often, at most a moment old. A process that dies while it changes the state is answered by going back to that copy: the
+Such a model loses more time to an undo log than to the update itself. Instead, a copy is kept every so often, at most a
+moment old. A process that dies while it changes the state is answered by going back to that copy: the
 caller restores it and sets the commit word back, and the steps since are taken again. They are functions of
 (seed, step, lane), so they end in the same bits. The caller never sees a step undone that it built something on: a run
 that rests (for a checkpoint, a validation, the end of an epoch) begins with a new copy.
+
+The smallest models are applied whole, by whoever finishes last; it makes the copy, and when it dies everybody else is
+waiting for its commit. Of the others every worker applies its units. Then the copy is made by whoever computes the
+first lane, before it stamps it: until then nobody applies. When one of several dies that are applying, the others must
+have finished before anything is restored, and must not begin again: each marks that it is about to change something and
+looks whether the caller is going back, and the caller says that it is and looks at the marks.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 
 from manyhands.comm.arena import Arena
 
@@ -17,10 +25,11 @@ __all__ = ["Kept", "go_back", "replay_steps"]
 
 _INTERVAL_NS = 100_000_000
 _INTERVAL_NS_PER_BYTE = 25  # a copy takes about a hundredth of that
+_fence = threading.Lock()
 
 
 class Kept:
-    """The kept copy of one arena's state, as the process that applies sees it."""
+    """The kept copy of one arena's state, as the process that makes it sees it."""
 
     def __init__(self, arena: Arena) -> None:
         self._control = arena.control
@@ -46,19 +55,37 @@ def replay_steps(arena: Arena) -> int:
     return max(arena.spec.ring // 2, 1)
 
 
-def go_back(arena: Arena, slot: int) -> bool:
+def go_back(arena: Arena, slot: int, others_finish: Callable[[int], None] | None = None) -> bool:
     """Called by the caller for a slot whose process has ended. True when steps are taken again.
 
-    The process that died was the only one that changed anything: all others wait for its commit.
+    ``others_finish(mark)`` returns when nobody who lives has that mark any more.
     """
     control = arena.control
-    mark = control.slot_value(slot, "undo_step")
-    if torn := control.steps < mark:
+    if torn := _is_torn(arena, slot):
+        control.going_back = 1
+        with _fence:
+            pass
+        if others_finish is not None:
+            others_finish(control.slot_value(slot, "undo_step"))
         for live, kept in arena.live_and_kept():
             live.copy_(kept)
+        control.unit_done[:] = 0  # the step in progress may be the one that the copy is of
+        control.norm_done[:] = 0
         control.repairs += 1  # before the commit word: whoever sees the old step forgets what it knows
         control.commit(control.kept - 1, control.committed[1])
-    control.set_slot_value(slot, "undo_step", 0)
-    if torn:
+        control.clear_marks()  # after it, or somebody might take the step up; also those of others that died meanwhile
+        control.going_back = 0
         control.wake_everybody()
+    control.set_slot_value(slot, "undo_step", 0)
     return torn
+
+
+def _is_torn(arena: Arena, slot: int) -> bool:
+    """Whether the process died while it was changing the state. If so, the step cannot be committed: that takes the
+    one process that applies it, or the stamps of all units."""
+    control = arena.control
+    mark = control.slot_value(slot, "undo_step")
+    if control.steps >= mark or arena.spec.whole:
+        return control.steps < mark
+    mine = control.unit_owner(control.committed[1]) == slot
+    return bool((control.unit_done[mine] != mark).any())

@@ -20,6 +20,8 @@ import torch
 from manyhands.comm.arena import Entry, Extra
 from manyhands.comm.segment import aligned
 from manyhands.errors import ModelError
+from manyhands.sync.delayed import DelayedNesterov
+from manyhands.sync.outer import WarmNesterov
 
 __all__ = ["HyperKey", "StateLayout", "Template", "hyper_row", "layout_of", "template_of", "without_compiler"]
 
@@ -35,6 +37,8 @@ _ELEMENTWISE = (
     torch.optim.RAdam,
     torch.optim.ASGD,
     torch.optim.Rprop,
+    DelayedNesterov,
+    WarmNesterov,
 )
 _LENGTHS = (23, 19, 17, 13, 11, 7, 5, 3)  # of the stand-ins: unlike each other and unlike what state is made of
 
@@ -66,7 +70,7 @@ class Template:
     @property
     def keeps_state(self) -> bool:
         """Whether state tensors are changed in place, as torch's own optimizers do, and never replaced."""
-        return self.kind.__module__.startswith("torch.optim")
+        return self.kind.__module__.startswith("torch.optim") or self.kind in (DelayedNesterov, WarmNesterov)
 
     @property
     def step(self) -> Callable[[torch.optim.Optimizer], Any]:
@@ -189,6 +193,11 @@ def layout_of(template: Template, entries: Sequence[Entry]) -> StateLayout:
     """Find the state of every parameter by one step on stand-ins."""
     layout, seen, offset = StateLayout(), {}, 0
     for index, entry in enumerate(entries):
+        if template.wants_sparse and not entry.shape:  # torch's step would leave it as it is, and say nothing
+            raise ModelError(
+                f"SparseAdam received {entry.name!r}, which has no dimensions; valid are parameters with rows: make it "
+                "a vector, such as torch.zeros(1), or give it to another optimizer"
+            )
         # A parameter without dimensions is tried as a vector: its state would look like single numbers.
         key = (template.group_of[index], max(len(entry.shape), 1), entry.dtype)
         if key not in seen:

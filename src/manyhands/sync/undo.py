@@ -14,16 +14,20 @@ from __future__ import annotations
 import torch
 
 from manyhands.comm.arena import Arena
+from manyhands.sync.rows import recover_rows
 
-__all__ = ["BATCH_BYTES", "BATCH_UNITS", "UndoLog", "recover", "undo_capacity"]
+__all__ = ["BATCH_BYTES", "BATCH_UNITS", "SMALL_BYTES", "UndoLog", "recover", "undo_capacity"]
 
-BATCH_BYTES = 1 << 19
 BATCH_UNITS = 256
+BATCH_BYTES = 1 << 19
+"""How much is saved and applied together: what the cache holds, with the state beside it."""
+SMALL_BYTES = 1 << 20
+"""What one server applies in one go, if that is all: a second batch would cost more than the cache saves."""
 
 
-def undo_capacity(planes: int, unit_bytes: list[int], extra_bytes: list[int]) -> int:
+def undo_capacity(planes: int, unit_bytes: list[int], extra_bytes: list[int], *, alone: bool) -> int:
     """How large an undo buffer must be for any batch."""
-    batch = max([BATCH_BYTES, *unit_bytes]) + 64 * BATCH_UNITS
+    batch = max([SMALL_BYTES if alone else BATCH_BYTES, *unit_bytes]) + 64 * BATCH_UNITS
     return (1 + planes) * batch + max(extra_bytes, default=0) + 4096
 
 
@@ -70,6 +74,10 @@ class UndoLog:
         self._words[self._stop] = stop
         self._words[self._mark] = step + 1
 
+    def parameters(self, first: int, stop: int) -> torch.Tensor:
+        """The bytes of the parameters of these units, as they were when they were last saved."""
+        return self._copies(first, stop)[0][1]
+
     def drop(self) -> None:
         """Nothing will be changed after all: what was saved must never be put back."""
         self._words[self._mark] = 0
@@ -93,7 +101,7 @@ class UndoLog:
             return False
         if mark == 0:
             return False
-        if self._arena.control.steps >= mark:
+        if self._arena.control.steps >= mark and not self._arena.spec.exchange:
             # Saved ahead by one that was late: the step was over, its units may belong to others and have changed.
             self._words[self._mark] = 0
             return False
@@ -108,4 +116,5 @@ class UndoLog:
 
 def recover(arena: Arena, slot: int) -> bool:
     """Called by the caller for a slot whose process has ended."""
-    return UndoLog(arena, slot).recover()
+    rows = recover_rows(arena, slot)
+    return UndoLog(arena, slot).recover() or rows

@@ -1,7 +1,8 @@
 """One fit: the caller's side of a training run, from the first plan to the last checkpoint.
 
 The caller never computes. It lets the workers run up to a horizon, adds up what they report, runs callbacks and
-validation between steps, and saves. Steps are numbered from the beginning of the run.
+validation between steps, and saves. Batches are numbered from the beginning of the run. A step of the workers is a
+round of the course, mostly one batch; what is counted, shown and saved here are batches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from manyhands.train.evaluation import add_up
 from manyhands.train.history import History
 from manyhands.train.interrupt import Interrupts
 from manyhands.train.lane import Job
-from manyhands.train.progress import Progress
+from manyhands.train.progress import Progress, describe_event
 from manyhands.train.receipt import plain_settings
 from manyhands.train.run_folder import RunFolder
 from manyhands.train.schedule import Course, Schedule
@@ -36,8 +37,9 @@ from manyhands.train.state import ModelState
 __all__ = ["Fit"]
 
 _POLL_S = 0.05
+_BATCH_TIMEOUT_S = 600.0
 _FIRST_STEPS = 8  # enough to keep the workers busy while the numbers of the others are written
-_QUIET_EVENTS = ("plan", "worker_ready", "worker_left")
+_QUIET_EVENTS = ("plan", "worker_ready", "worker_left", "server_ready", "view")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,17 +61,20 @@ class Fit:
     history: History
     progress: Progress
     saving: Saving
+    sync: str
     archive: Archive = field(init=False)
     lock_step: bool = False
     interrupts: Interrupts = field(default_factory=Interrupts)
     start_step: int = 0
     stop_reason: str | None = None
     _consumed: int = 0
+    _entered: int = 0  # batches in the ledger; fewer than were added up while a run does again what it lost
     _sums: np.ndarray = field(default_factory=lambda: np.zeros(2))
     _last_sums: np.ndarray = field(default_factory=lambda: np.zeros(2))
     _rate: float = 0.0
     _rate_mark: tuple[float, int] = (0.0, 0)
     _begun_ns: int = 0
+    _samples: int = 0
     _ordered: tuple[int, str] = (-1, "")
     _closed: bool = False
     _architecture: dict[str, Any] | None = None
@@ -87,17 +92,21 @@ class Fit:
     def go_to(self, checkpoint: Checkpoint) -> None:
         """Take up the run where a checkpoint stopped."""
         meta = checkpoint.meta
-        here = self._course_facts()
+        here, there = self._course_facts(), {"sync": "allreduce", **meta["course"]}
+        # Another way of agreeing is another course from here on anyway; only the account must fit.
+        free = {"sync", "lanes"} if here["sync"] != there["sync"] else set()
         wrong = [
-            f"{name} was {meta['course'][name]}, is {here[name]}" for name in here if meta["course"][name] != here[name]
+            f"{name} was {there[name]}, is {value}"
+            for name, value in here.items()
+            if name not in free and there[name] != value
         ]
         if wrong:
             raise CheckpointMismatch(
                 f"the checkpoint of step {checkpoint.step} belongs to another course of training: {'; '.join(wrong)}. "
                 "Resume with the same data, batch size, lanes and seed, or start a new run."
             )
-        self.memory.load(checkpoint.tensors)
-        self.start_step = self._consumed = checkpoint.step
+        self.memory.load(checkpoint.tensors, self.course.round_of(checkpoint.step))
+        self.start_step = self._consumed = self._entered = checkpoint.step
         known = History.from_dict(meta["history"])
         known.events += self.history.events
         self.history.__dict__.update(known.__dict__)
@@ -110,7 +119,7 @@ class Fit:
     def _course_facts(self) -> dict[str, Any]:
         return {
             "samples": self.course.samples, "batch_size": self.course.batch_size, "lanes": self.course.lanes,
-            "seed": self.job.seed, "shuffle": self.shuffle, "drop_last": self.course.drop_last,
+            "seed": self.job.seed, "shuffle": self.shuffle, "drop_last": self.course.drop_last, "sync": self.sync,
         }  # fmt: skip
 
     def close(self) -> int:
@@ -119,6 +128,11 @@ class Fit:
             return 0
         self._closed = True
         self.history.bill = self.session.bill()
+        if self.session.arena.spec.exchange:
+            self.history.updates = self.session.arena.exchange().tally()
+        traffic = self.session.traffic()
+        if self.job.codec is not None or any(traffic.values()):
+            self.history.bytes = {**traffic, "samples": self._samples}
         first = self.session.control.first_commit_ns
         self.history.first_step_s = (first - self._begun_ns) / 1e9 if first else None
         stopped = self.session.close()
@@ -126,11 +140,16 @@ class Fit:
             self.archive.close()
         return stopped
 
+    @property
+    def done(self) -> int:
+        """Batches whose rounds are committed."""
+        return self.course.done(self.session.control.steps)
+
     def describe(self, status: str, settings: dict[str, Any]) -> None:
         """Write run.json: every effective setting, and how the run stands."""
         progress = {
-            "status": status, "steps": self.session.control.steps or self.start_step, "bill": self.history.bill,
-            "history": self.history.to_dict()["metrics"],
+            "status": status, "steps": self.done, "bill": self.history.bill, "updates": self.history.updates,
+            "bytes": self.history.bytes, "history": self.history.to_dict()["metrics"],
         }  # fmt: skip
         self.archive.write_run({**settings, **plain_settings(self.model, self.optimizer, self.course), **progress})
 
@@ -142,7 +161,7 @@ class Fit:
             controls=self, epochs=self.epochs, steps_per_epoch=self.course.steps_per_epoch, history=self.history
         )
         state.step = self.start_step
-        self.session.start(self.start_step)
+        self.session.start(self.course.round_of(self.start_step))
         self._rate_mark = (time.monotonic(), self.start_step)
         self.callbacks.on_train_begin(state)
         per_epoch = self.course.steps_per_epoch
@@ -164,15 +183,15 @@ class Fit:
         self.callbacks.on_epoch_begin(state)
         begun = time.monotonic()
         end = (epoch + 1) * per_epoch
-        while self.session.control.steps < end and not self.stop_reason and not self.interrupts.asked:
+        while self.done < end and not self.stop_reason and not self.interrupts.asked:
             if self.lock_step:
                 self._one_step(state)
             else:
                 self._run_to(end)
-            if self.session.control.steps < end:  # at the end the epoch is recorded first
-                self._save_if_due()
-        if self.session.control.steps < end:
-            self.session.hold(self._consumed)
+            if self.done < end:
+                self._save_if_due(before=end)
+        if self.done < end:
+            self._hold()
             self._consume()
             return
         self._consume()
@@ -180,7 +199,7 @@ class Fit:
         values["seconds"] = time.monotonic() - begun
         self._sums[:] = 0
         state.metrics = values
-        state.step = self.session.control.steps
+        state.step = self.done
         self.history.append(epoch, values)
         self.archive.emit("epoch", epoch=epoch, **values)
         self._show(epoch, values)
@@ -197,60 +216,75 @@ class Fit:
 
     def _run_to(self, end: int) -> None:
         """Let the workers run towards ``end`` until it is time to look at something else."""
-        losses = self.history.metrics.get("loss", [])
-        while not self.stop_reason and not self.interrupts.asked and not self.archive.due(self.session.control.steps):
-            horizon = min(end, self._consumed + replay_steps(self.session.arena))
+        while not self.stop_reason and not self.interrupts.asked and not self.archive.due(self.done):
+            horizon = self.course.round_of(min(end, self._consumed + replay_steps(self.session.arena)))
             for upto in (min(horizon, self.session.control.steps + _FIRST_STEPS), horizon):
-                self.schedule.fill(self.session.arena, upto, self.course.steps_per_epoch, losses)
-                self.session.allow(upto)
+                self._allow(upto)
             if end < self.epochs * self.course.steps_per_epoch:
                 self._lay_out_order(end // self.course.steps_per_epoch)
             reached = self.session.wait(_POLL_S)
             self._consume()
             self._sample_rate()
-            if reached and self.session.control.steps >= end:
+            if reached and self.done >= end:
                 return
 
+    def _allow(self, horizon: int) -> None:
+        """Tell the workers the numbers of the rounds below ``horizon``, and let them work on these."""
+        losses = self.history.metrics.get("loss", [])
+        self.schedule.fill(self.session.arena, self.course.done(horizon), self.course.steps_per_epoch, losses)
+        self.session.allow(horizon)
+
+    def _hold(self) -> int:
+        """Let the workers rest after the round in progress; returns the batches that are done."""
+        patience_s = _BATCH_TIMEOUT_S * self.course.every * self.course.span
+        return self.course.done(self.session.hold(self.course.round_of(self._consumed), patience_s))
+
     def _one_step(self, state: State) -> None:
-        """A single step with the callbacks around it."""
+        """A single round, or what one worker takes at once, with the callbacks around it."""
         self.callbacks.on_step_begin(state)
-        step = self.session.control.steps
-        self.schedule.fill(
-            self.session.arena, step + 1, self.course.steps_per_epoch, self.history.metrics.get("loss", [])
-        )
-        self.session.allow(step + 1)
-        while not (self.session.wait(_POLL_S) and self.session.control.steps > step):
+        step = self.course.after(self.session.control.steps)
+        self._allow(step)
+        while not (self.session.wait(_POLL_S) and self.session.control.steps >= step):
             if self.interrupts.asked > 1:
                 return
         self._consume()
         self._sample_rate()
-        state.step = step + 1
+        state.step = self.course.done(step)
         state.metrics = self._values(self._last_sums)
         self.callbacks.on_step_end(state)
 
     def _consume(self) -> None:
-        """Add up the numbers of the committed steps, in their order."""
+        """Add up the numbers of the batches that are done, in their order."""
         stats, steps = self.session.arena.stats, self.session.control.steps
-        first = self._consumed
-        if steps <= first:  # after a death, steps that were added up before may be taken again
+        if (back := self.session.taken_back()) is not None and back < self._entered:
+            self.archive.ledger.rollback(back)
+            self._entered, steps = back, self.session.control.steps
+        first, done = self._entered, self.course.done(steps)
+        last_round = self.course.done(max(steps - self.course.span, 0))
+        if done <= first:  # after a death, steps that were added up before may be taken again
             return
-        per_epoch, ring = self.course.steps_per_epoch, len(stats)
-        skipped = []
-        for step in range(first, steps):
-            row = stats[step % ring]
-            rows = self.course.lane_rows(step)
-            sums = row[: len(rows) - rows.count(0)].sum(axis=0)  # lanes without rows are the last ones
-            if np.isfinite(sums[1]):
+        skipped = {}
+        self._last_sums = np.zeros_like(self._sums)
+        for batch in range(first, done):
+            rows = self.course.batch_rows(batch)
+            # The other lanes have no rows.
+            row = stats[batch % len(stats), : min(rows, self.course.lanes)].sum(axis=0)
+            sums, moved = np.split(row, [len(self._sums)])
+            self.history.count_rows(moved)
+            counted = int(sums[0]) if np.isfinite(sums[1]) else 0
+            if counted and batch >= self._consumed:
                 self._sums += sums
-            else:
-                skipped.append(step)
-            self._last_sums = sums
-        self._consumed = steps
-        epoch = first // per_epoch
-        self.archive.ledger.commit(epoch, first, steps - 1)
-        for step in skipped:
-            self.archive.ledger.skip(epoch, step, "the loss was not finite")
-            self.archive.emit("step_skipped", step=step, why="the loss was not finite")
+            if counted < rows:
+                skipped[batch] = rows - counted
+            if batch >= last_round:
+                self._last_sums += sums
+            self._samples += int(sums[0]) * (batch >= self._consumed)
+        self._consumed, self._entered = max(done, self._consumed), done
+        epoch = first // self.course.steps_per_epoch
+        self.archive.ledger.commit(epoch, first, done - 1)
+        for batch, count in skipped.items():
+            self.archive.ledger.skip(epoch, batch, "the loss was not finite", count)
+            self.archive.emit("step_skipped", step=batch, samples=count, why="the loss was not finite")
 
     def _values(self, sums: np.ndarray) -> dict[str, float]:
         count = int(sums[0])
@@ -275,14 +309,14 @@ class Fit:
         now, steps = time.monotonic(), self._consumed
         self.history.step_times.append((time.time(), self._consumed))
         then, before = self._rate_mark
-        if now - then >= 0.2:
+        if now - then >= 0.2 and steps > before:
             rate = (steps - before) * self.course.batch_size / (now - then)
             self._rate = rate if self._rate == 0 else 0.7 * self._rate + 0.3 * rate
             self._rate_mark = (now, steps)
-            self._show(self.session.control.steps // self.course.steps_per_epoch, self._values(self._sums))
+            self._show(self.done // self.course.steps_per_epoch, self._values(self._sums))
 
     def _show(self, epoch: int, values: dict[str, float]) -> None:
-        within = self.session.control.steps - epoch * self.course.steps_per_epoch
+        within = self.done - epoch * self.course.steps_per_epoch
         shown = {name: value for name, value in values.items() if name != "seconds"}
         workers = len(self.session.supervisor.membership.active)
         self.progress.update(
@@ -291,27 +325,30 @@ class Fit:
 
     def hear_event(self, event: str, fields: dict[str, Any]) -> None:
         """Something happened to a worker."""
+        if "step" in fields:
+            fields = {**fields, "step": self.course.done(fields["step"])}
         self.history.events.append({"event": event, "time": time.time(), **fields})
         self.archive.emit(event, **fields)
         if event not in _QUIET_EVENTS:
             self.progress.event(describe_event(event, fields))
 
     # -- saving ---------------------------------------------------------------------------------------------
-    def _save_if_due(self) -> None:
-        if self.archive.due(self.session.control.steps):
-            self.checkpoint()
+    def _save_if_due(self, before: int | None = None) -> None:
+        if not self.archive.due(self.done) or (before is not None and self._hold() >= before):
+            return  # what was still on its way has ended the epoch: it is recorded first
+        self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Save the state at the next step boundary, in the background."""
+        """Save the state after the round in progress, in the background."""
         if self.archive.folder is None:
             return
         horizon = self.session.control.horizon
-        step = self.session.hold(self._consumed)
+        done = self._hold()
         self._consume()
         tensors, meta = self.memory.snapshot(), self._meta()
-        if step < horizon:
+        if self.session.control.steps < horizon:
             self.session.allow(horizon)
-        self.archive.save(step, tensors, meta)
+        self.archive.save(done, tensors, meta)
 
     def _meta(self) -> dict[str, Any]:
         return {
@@ -330,10 +367,11 @@ class Fit:
     def finish(self) -> int | None:
         """Give model and optimizer their new state, save the last step, and wait; returns the step on disk, if any."""
         self.current_model()
-        self.memory.copy_out_optimizer(self.model, self.optimizer)
-        if self.archive.wants_last(self.session.control.steps):
-            self.checkpoint()
+        if self.archive.wants_last(self.done):
+            self.archive.save(self._hold(), self.memory.tensors(), self._meta())
         self.archive.finish()
+        self.memory.arena.free_lanes()  # the optimizer's copy of its state takes their place
+        self.memory.copy_out_optimizer(self.model, self.optimizer)
         return self.archive.last_saved_step
 
     # -- what callbacks may ask -----------------------------------------------------------------------------
@@ -359,15 +397,3 @@ class Fit:
         """Go on with another number of workers."""
         self.archive.emit("resize", workers=workers)
         self.session.supervisor.resize(workers)
-
-
-def describe_event(event: str, fields: dict[str, Any]) -> str:
-    """One line for the live view."""
-    if "text" in fields:
-        return str(fields["text"])
-    if event == "worker_died":
-        who = f"worker {fields['worker']} (pid {fields['pid']})"
-        return f"{who} {fields['how']} at step {fields['step']} ({fields['phase']})"
-    if event == "recovered":
-        return f"went on {fields['seconds'] * 1000:.0f} ms later, nothing lost"
-    return f"{event}: {fields}"

@@ -7,7 +7,7 @@ import csv
 import importlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ class History:
         """Joins, deaths, recoveries: ``{"event": ..., "time": ..., ...}``."""
         self.bill: dict[str, float] = {}
         """Seconds per phase."""
+        self.updates: dict[str, int] = {}
+        """Of asynchronous servers: updates applied, dropped, held back and brought twice, and how stale they were."""
+        self.bytes: dict[str, int] = {}
+        """With a codec or over sockets: bytes that workers ``sent`` and ``received``, and over how many ``samples``."""
+        self.rows: dict[str, int] = {}
+        """Rows of tables that steps have ``"pulled"`` and ``"pushed"``; empty where no table is held by row."""
         self.step_times: list[tuple[float, int]] = []
         """(unix time, steps committed), sampled about twenty times a second; not kept over a resume."""
         self.first_step_s: float | None = None
@@ -52,6 +58,11 @@ class History:
         for name, recorded in self.metrics.items():
             recorded.append(float(values.get(name, math.nan)))
 
+    def count_rows(self, moved: Iterable[float]) -> None:
+        """Add the rows that a step moved: pulled, pushed; or nothing."""
+        for name, count in zip(("pulled", "pushed"), moved, strict=False):
+            self.rows[name] = self.rows.get(name, 0) + int(count)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain types that strict JSON can hold."""
         return {
@@ -59,6 +70,9 @@ class History:
             "metrics": {name: [_to_plain(value) for value in values] for name, values in self.metrics.items()},
             "events": copy.deepcopy(self.events),
             "bill": dict(self.bill),
+            "updates": dict(self.updates),
+            "bytes": dict(self.bytes),
+            "rows": dict(self.rows),
         }
 
     @classmethod
@@ -69,6 +83,9 @@ class History:
         made.metrics = {name: [_from_plain(value) for value in column] for name, column in values["metrics"].items()}
         made.events = copy.deepcopy(list(values["events"]))
         made.bill = dict(values["bill"])
+        made.updates = dict(values.get("updates", {}))
+        made.bytes = dict(values.get("bytes", {}))  # a checkpoint of an earlier version has none
+        made.rows = dict(values.get("rows", {}))
         return made
 
     def to_pandas(self) -> Any:

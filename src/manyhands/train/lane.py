@@ -17,11 +17,16 @@ import torch
 from torch import nn
 
 from manyhands.comm.arena import Arena
+from manyhands.comm.codec import Codec
 from manyhands.core.order import lane_seed, stream_seed
+from manyhands.core.policies import Policy
+from manyhands.core.rates import Rates
 from manyhands.data.source import Batch, ColumnSource, Source, call_model
 from manyhands.errors import NotFinite
 from manyhands.sync.allreduce import Stepper
+from manyhands.sync.client import Courier, GivenUp
 from manyhands.sync.clip import Clip
+from manyhands.sync.compress import Compressor
 from manyhands.sync.optimizer_state import Template
 from manyhands.train.metrics import Metric
 from manyhands.train.replica import Replica
@@ -46,6 +51,14 @@ class Job:
     precision: str = "fp32"
     accumulate: int = 1
     nan: str = "stop"
+    policy: Policy | None = None
+    predict: bool = False
+    rates: Rates | None = None
+    ramp: int | None = 0
+    codec: Codec | None = None
+    pull_codec: Codec | None = None
+    runner: Callable[[Arena, Job, Stepper | Courier], LaneRunner] | None = None
+    """Who computes lanes, in a job that trains."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -65,7 +78,7 @@ def set_seed(seed: int) -> None:
 class LaneRunner:
     """Computes lanes with one replica of the model, whose parameters lie in the arena."""
 
-    def __init__(self, arena: Arena, job: Job, stepper: Stepper) -> None:
+    def __init__(self, arena: Arena, job: Job, stepper: Stepper | Courier) -> None:
         assert job.source is not None
         assert job.course is not None
         self._arena, self._job, self._stepper, self._course = arena, job, stepper, job.course
@@ -73,26 +86,65 @@ class LaneRunner:
         self._source_draws = not isinstance(job.source, ColumnSource)  # it runs user code, which may draw numbers
         self._data_stream, self._lane_stream = stream_seed(job.seed, "data"), stream_seed(job.seed, "lane")
         self._ahead: dict[tuple[int, int], Batch] = {}
-        self._replica = Replica(arena, job.model, ours=True)
+        self._home = stepper.home  # of the gradient, where it is not that of a lane
+        fetch = stepper.fetch_rows if isinstance(stepper, Courier) else None
+        self._replica = Replica(arena, job.model, ours=True, home=stepper.home, fetch=fetch)
+        encodes = job.codec is not None and not stepper.encodes
+        self._compressor = Compressor(arena, job.codec, stepper.slot) if encodes and job.codec is not None else None
+        self.batch = 0
+        """The batch that is computed, or was last."""
+
+    def begin_step(self) -> None:
+        """The worker takes part in the stepper's step, with or without lanes."""
+        if self._compressor is not None:
+            self._compressor.begin_step()
+
+    def before_inference(self) -> None:
+        """The model is about to be evaluated: let it have the agreed parameters."""
+        if self._home is not None:
+            self._arena.pull(self._home).copy_(self._arena.plane(0))
 
     def run(self, lane: int) -> None:
         """Compute the lane in the stepper's step and stamp it."""
         step, stepper = self._stepper.step, self._stepper
         stepper.begin_lane(lane)
-        positions = self._course.positions(self._arena.order, step, lane)
-        total = self._course.batch_rows(step)
-        self._replica.begin(lane)
+        home = lane if self._home is None else self._home
+        self._replica.begin(home)
+        try:
+            bad = not self._run_batch(step, lane, self._course.batch_rows(step))
+        except GivenUp:
+            assert self._replica.rows is not None
+            self._replica.rows.give_up()
+            raise
+        loose = self._replica.end(home)
+        if self._replica.rows is not None:
+            assert isinstance(stepper, Courier), "tables are held by row where there are servers"
+            stepper.report_rows(*self._replica.rows.moved)
+        if not bad:
+            stepper.limit()
+            self._send(home)
+        stepper.end_lane(lane, bad=bad, loose=loose)
+
+    def _run_batch(self, batch: int, lane: int, total: int) -> bool:
+        """Forward and backward for the lane's rows of a batch, out of ``total``; False when the loss is not finite."""
+        self.batch = batch
+        positions = self._course.positions(self._arena.order, batch, lane)
         stats = [0.0] * self._arena.spec.stats
         count = min(self._job.accumulate, len(positions))
         pieces = [positions] if count == 1 else np.array_split(positions, count)
         for number, rows in enumerate(pieces):
-            self._run_piece(step, lane, number, rows, total, stats)
-        loose = self._replica.end(lane)
-        self._arena.stats[step % self._arena.spec.ring, lane] = stats
+            self._run_piece(batch, lane, number, rows, total, stats)
+        self._stepper.report(batch, lane, stats)
         bad = not math.isfinite(stats[1])
         if bad and self._job.nan == "stop":
-            raise self._not_finite(step, lane, positions)
-        stepper.end_lane(lane, bad=bad, loose=loose)
+            raise self._not_finite(batch, lane, positions)
+        return not bad
+
+    def _send(self, lane: int) -> None:
+        """The lane has what it contributes to the step: replace it by what arrives of it, under a codec."""
+        if self._compressor is not None:
+            self._stepper.enter("reduce")
+            self._compressor.run(self._stepper.bank, lane)
 
     def _fetch(self, step: int, lane: int, number: int, rows: np.ndarray) -> Batch:
         if self._source_draws:
@@ -100,8 +152,8 @@ class LaneRunner:
         return self._source.fetch(rows)
 
     def fetch_ahead(self) -> None:
-        """Fetch the batches of the next step while others still compute this one."""
-        step = self._stepper.step + 1
+        """Fetch the first batches of the next step while others still compute this one."""
+        step = self._course.done(self._stepper.step + 1)
         self._ahead.clear()
         if step % self._course.steps_per_epoch == 0 or self._job.accumulate > 1:
             return  # the order of the next epoch is not known yet; pieces of a batch are fetched one by one

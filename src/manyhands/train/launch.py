@@ -16,10 +16,10 @@ from manyhands.engine import local
 from manyhands.errors import ChannelClosed, EngineError, UsageError
 from manyhands.sync.clip import resolve_clip
 from manyhands.train.own_loop import LaunchJob
+from manyhands.train.seats import Limits
 from manyhands.train.session import Session, remote_error
 from manyhands.train.stack import StackFile
-from manyhands.train.strategy import AllReduce, resolve_sync, worker_range
-from manyhands.train.supervisor import Limits
+from manyhands.train.strategy import AllReduce, Sync, resolve_sync, worker_range
 
 __all__ = ["Launched", "launch"]
 
@@ -41,7 +41,7 @@ def launch(
     *arguments: Any,
     workers: int | str | tuple[int, int] = "auto",
     lanes: int | None = None,
-    sync: str | AllReduce = "allreduce",
+    sync: str | Sync = "allreduce",
     seed: int = 0,
     threads: int = 1,
     clip: Any = None,
@@ -55,7 +55,8 @@ def launch(
     if not callable(function):
         raise UsageError(f"launch received {function!r}; valid is a function of me")
     count = worker_range(workers)[1]
-    resolve_sync(sync)
+    if not isinstance(resolve_sync(sync), AllReduce):
+        raise UsageError(f"launch received sync={sync!r}; valid is allreduce: a loop of your own agrees in every step")
     job = LaunchJob(
         function=function,
         arguments=arguments,
@@ -106,7 +107,8 @@ def _find_arena(job: LaunchJob, timeout_s: float = 600.0) -> Arena:
         message = None
     try:
         if message is None:
-            how = process.ending() if process.wait(1) else f"did not come to its first loop within {timeout_s:.0f} s"
+            late = f"did not come to its first loop within {timeout_s:.0f} s"
+            how = process.ending().words if process.wait(1) else late
             raise EngineError(f"the worker that prepares the launch {how}")
         if message.kind == "failed":
             raise remote_error(0, message)

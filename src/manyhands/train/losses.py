@@ -31,7 +31,8 @@ def match_shape(output: Tensor, target: Tensor) -> Tensor:
                 "shape, up to dimensions of size 1. Change the last layer or the target"
             )
         target = target.reshape(output.shape)
-    return target if target.is_floating_point() else target.to(output.dtype)
+    # Doubles are what NumPy makes of numbers; not every torch can take a loss between the two types back.
+    return target if target.is_floating_point() and target.dtype != torch.float64 else target.to(output.dtype)
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:

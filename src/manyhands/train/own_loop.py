@@ -22,10 +22,11 @@ from manyhands.data.adapt import adapt
 from manyhands.data.source import Source
 from manyhands.engine.channel import Channel
 from manyhands.errors import UsageError
-from manyhands.sync.allreduce import Stepper, Stopped
+from manyhands.sync.allreduce import Stepper
 from manyhands.sync.apply import Applier
 from manyhands.sync.clip import Clip
 from manyhands.sync.optimizer_state import Template, hyper_row, template_of
+from manyhands.sync.pulse import Stopped
 from manyhands.train.lane import set_seed
 from manyhands.train.replica import Replica
 from manyhands.train.schedule import Course

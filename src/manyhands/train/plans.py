@@ -28,7 +28,18 @@ class Plans:
 
     arena: Arena
     membership: Membership
+    servers: Membership | None = None
+    """Where there are servers, they hold the units, and the first of them leads."""
     cores: int = field(default_factory=cores)
+
+    def _lanes_of_seats(self) -> list[int]:
+        """Where workers bring updates on their own, each seat is its own lane."""
+        active = set(self.membership.active)
+        return [slot if slot in active else _NOBODY for slot in range(self.arena.spec.lanes)]
+
+    def _holders(self) -> dict[int, float]:
+        """Who may hold units, with their speeds."""
+        return self.speeds() if self.servers is None else dict.fromkeys(self.servers.active, 1.0)
 
     def speeds(self) -> dict[int, float]:
         """Lanes per second of the active seats; a seat without a measurement counts as average."""
@@ -50,39 +61,47 @@ class Plans:
         Where nobody lives they become nobody's: a successor that is still starting must find nothing to do before
         the supervisor knows of it, or two processes would do the same work.
         """
-        speeds, control = self.speeds(), self.arena.control
+        speeds, holders, control = self.speeds(), self._holders(), self.arena.control
         living = {slot for slot, status in self.membership.status.items() if status != "starting"}
+        if self.servers is not None:
+            living |= {slot for slot, status in self.servers.status.items() if status != "starting"}
         changed = False
         # All of them: the leader may just be committing one that is no longer the newest.
         for plan in range(control.committed[1], control.proposed + 1):
-            for owners in (control.lane_owner(plan), control.unit_owner(plan)):
+            for owners, able in ((control.lane_owner(plan), speeds), (control.unit_owner(plan), holders)):
                 for dead in set(owners.tolist()) - living:
                     changed = True
-                    if not speeds:
+                    if not able or (self.arena.spec.exchange and able is speeds):
                         owners[owners == dead] = _NOBODY
-                    for item, heir in (placement.heirs(owners.tolist(), dead, speeds) if speeds else {}).items():
+                        continue
+                    for item, heir in placement.heirs(owners.tolist(), dead, able).items():
                         owners[item] = heir
             if control.leader(plan) not in living:
                 changed = True
-                control.set_leader(plan, min(speeds, default=_NOBODY))
+                control.set_leader(plan, min(holders, default=_NOBODY))
         if changed:
             control.repairs += 1
             control.wake_everybody()
 
-    def propose(self, lanes: list[int] | None = None) -> list[int] | None:
+    def propose(self, lanes: list[int] | None = None, *, first: bool = False) -> list[int] | None:
         """Write a plan for the active seats; the leader adopts it with its next commit.
 
-        Returns the owners of the lanes; None when there is nobody, or no bank is free until a plan is adopted.
+        Returns the owners of the lanes; None when there is nobody, or no bank is free until a plan is adopted. Before
+        the ``first`` plan is in force nobody reads any: those that were proposed while workers came in may go.
         """
         control = self.arena.control
         speeds = self.working_speeds(control.proposed)
-        if not speeds or control.proposed + 2 - control.committed[1] >= BANKS:
+        holders = speeds if self.servers is None else self._holders()
+        full = control.proposed + 2 - control.committed[1] >= BANKS and not first
+        if not speeds or not holders or full:
             return None
+        if self.arena.spec.exchange:
+            lanes = self._lanes_of_seats()
         current = control.lane_owner(control.proposed).tolist()
         lanes = lanes or placement.place_lanes(len(current), speeds, current)
         sizes = [unit.stop - unit.start for unit in self.arena.spec.units]
-        units = np.array(placement.place_units(sizes, speeds), np.int64)
-        control.write_plan(control.proposed + 1, min(speeds), lanes, units)
+        units = np.array(placement.place_units(sizes, holders), np.int64)
+        control.write_plan(control.proposed + 1, min(holders), lanes, units)
         control.proposed += 1
         return lanes
 
@@ -92,7 +111,13 @@ class Plans:
         plan = control.committed[1]
         owners = control.lane_owner(plan).tolist()
         measured = all(control.slot_value(slot, "lane_ns") for slot in set(owners) & set(active))
-        if len(active) < 2 or plan != control.proposed or not measured or not set(owners) <= set(active):
+        if (
+            self.arena.spec.exchange
+            or len(active) < 2
+            or plan != control.proposed
+            or not measured
+            or not set(owners) <= set(active)
+        ):
             return None
         speeds = self.working_speeds(plan)
         for slot in speeds.keys() - set(owners):  # or a worker that was slow once would stay idle for ever

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,7 +21,7 @@ from rich.text import Text
 
 from manyhands.errors import unknown_name
 
-__all__ = ["MODES", "Mode", "Progress", "format_metrics"]
+__all__ = ["MODES", "Mode", "Progress", "describe_event", "format_metrics"]
 
 Mode = Literal["auto", "live", "plain", "quiet"]
 MODES: tuple[Mode, ...] = ("auto", "live", "plain", "quiet")
@@ -178,3 +178,16 @@ def _region(status: _Status) -> Group:
     bar = ProgressBar(total=max(status.steps, 1), completed=status.step, width=32)
     first.add_row(f"epoch {status.epoch}/{status.epochs}", bar, f"step {status.step}/{status.steps}")
     return Group(first, Text(status.numbers(), no_wrap=True, overflow="ellipsis"))
+
+
+def describe_event(event: str, fields: dict[str, Any]) -> str:
+    """One line for the live view."""
+    if "text" in fields:
+        return str(fields["text"])
+    if event in ("worker_died", "server_died"):
+        role = event.removesuffix("_died")
+        who = f"{role} {fields[role]} (pid {fields['pid']})"
+        return f"{who} {fields['how']} at step {fields['step']} ({fields['phase']})"
+    if event == "recovered":
+        return f"went on {fields['seconds'] * 1000:.0f} ms later, nothing lost"
+    return f"{event}: {fields}"

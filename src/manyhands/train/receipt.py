@@ -12,7 +12,7 @@ from torch import nn
 from manyhands.train.history import History
 from manyhands.train.schedule import Course
 
-__all__ = ["closing_line", "header", "interrupted_line", "plain_settings"]
+__all__ = ["closing_line", "format_traffic", "format_updates", "header", "interrupted_line", "plain_settings"]
 
 
 def header(
@@ -57,7 +57,21 @@ def closing_line(history: History, steps: int) -> str:
     """Steps, and where the workers' time went."""
     total = sum(history.bill.values()) or 1.0
     shares = " · ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in history.bill.items())
-    return f"{steps} steps · {shares}"
+    told = [format_updates(history.updates)] if history.updates else []
+    told += [format_traffic(history.bytes)] if history.bytes else []
+    return " · ".join([f"{steps} steps", shares, *told])
+
+
+def format_updates(updates: Mapping[str, int]) -> str:
+    """How stale updates were, and what was not applied as it came."""
+    odd = "".join(f" · {updates[name]:,} {name}" for name in ("dropped", "held", "doubled") if updates[name])
+    return f"staleness p50 {updates['staleness_p50']}, p95 {updates['staleness_p95']}{odd}"
+
+
+def format_traffic(counted: Mapping[str, int]) -> str:
+    """What travelled, per sample: ``sent 501 · received 1,972 bytes per sample``."""
+    samples = counted["samples"] or 1
+    return f"sent {counted['sent'] / samples:,.0f} · received {counted['received'] / samples:,.0f} bytes per sample"
 
 
 def interrupted_line(saved: int | None, stopped: int, left: int, run_dir: Path | None) -> str:

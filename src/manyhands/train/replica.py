@@ -14,6 +14,7 @@ from torch import nn
 from manyhands.comm.arena import Arena
 from manyhands.errors import ModelError
 from manyhands.sync.loose import Loose
+from manyhands.train.row_embedding import FetchRows, RowEmbeddings
 from manyhands.train.straight import straighten
 
 __all__ = ["Replica"]
@@ -22,24 +23,37 @@ __all__ = ["Replica"]
 class Replica:
     """A model whose trained parameters are views of the arena."""
 
-    def __init__(self, arena: Arena, model: nn.Module, *, ours: bool) -> None:
-        """``ours``: nobody else sees this copy, so its layers may be changed."""
+    def __init__(
+        self, arena: Arena, model: nn.Module, *, ours: bool, home: int | None = None, fetch: FetchRows | None = None
+    ) -> None:
+        """``ours``: nobody else sees this copy, so its layers may be changed. ``home``: the place of a worker that
+        computes with parameters of its own; its gradients go there. ``fetch``: how it gets rows of tables."""
         self._arena = arena
-        self._agreed = arena.buffers()
-        self._lane_buffers = [arena.buffers(lane) for lane in range(arena.spec.lanes)]
-        self._gradients = [arena.gradients(lane) for lane in range(arena.spec.lanes)]
+        lanes = range(arena.spec.lanes) if home is None else [home]
+        self._agreed = arena.buffers() if home is None else arena.pulled_buffers(home)
+        self._lane_buffers = {lane: arena.buffers(lane) for lane in lanes}
+        self._gradients = {lane: arena.gradients(lane) for lane in lanes}
+        if home is not None:
+            own = dict(zip([entry.name for entry in arena.spec.parameters], arena.pulled(home), strict=True))
+            for name, parameter in model.named_parameters():
+                parameter.data = own.get(name, parameter.data)
         self._targets: list[torch.Tensor] = []
         self._written = bytearray(len(arena.spec.parameters))
         self._loose: list[torch.Tensor | None] = [None] * len(arena.spec.parameters)
         self._holders = _buffer_holders(model, [entry.name for entry in arena.spec.buffers])
         self.collecting = False
-        if ours and not arena.spec.keeps:
+        if ours and not arena.spec.whole:
             straighten(model, [entry.name for entry in arena.spec.parameters], self)
+        self.rows = None
+        if home is not None and fetch is not None and arena.spec.tables:
+            self.rows = RowEmbeddings(arena, model, home, fetch)
+        by_row = {table.name for table in arena.spec.tables}
         position = {entry.name: index for index, entry in enumerate(arena.spec.parameters)}
         for name, parameter in model.named_parameters():
             if name in position:
                 parameter.register_post_accumulate_grad_hook(self._collector(position[name]))  # type: ignore[no-untyped-call]
-            elif parameter.requires_grad:  # the optimizer does not hold it: nobody will use the gradient
+            elif parameter.requires_grad and name not in by_row:
+                # The optimizer does not hold it: nobody will use the gradient.
                 parameter.requires_grad_(False)
 
     def _collector(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -66,15 +80,17 @@ class Replica:
             self._written[index] = 1
             parameter.grad = None
 
-        return keep if self._arena.spec.keeps else collect
+        return keep if self._arena.spec.whole else collect
 
     def begin(self, lane: int) -> None:
         """Gradients go to ``lane`` from now on; buffers start from the agreed ones."""
         self._targets = self._gradients[lane]
         self._written[:] = bytes(len(self._written))
         self._loose = [None] * len(self._written)
-        for buffer, agreed in zip(self._buffers(), self._agreed, strict=True):
+        for buffer, agreed in zip(self.buffers(), self._agreed, strict=True):
             buffer.copy_(agreed)
+        if self.rows is not None:
+            self.rows.begin()
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         """Backward of a loss that is the mean over ``weight`` of the global batch.
@@ -96,28 +112,37 @@ class Replica:
         self._written[index] = 1
         return self._targets[index]
 
+    def take(self) -> list[torch.Tensor | None]:
+        """The gradients so far, None where there is none. They stay where they are until the next backward pass."""
+        taken = [target if written else None for target, written in zip(self._targets, self._written, strict=True)]
+        self._written[:] = bytes(len(self._written))
+        return taken
+
     def end(self, lane: int) -> Loose | None:
         """The lane's gradient is complete: say which parameters have one, and keep the buffers.
 
         Returns the gradient if it is not in the arena yet.
         """
         present = self._arena.present[lane]
-        keeps = self._arena.spec.keeps
+        whole = self._arena.spec.whole
         if 0 not in self._written:
             present[:] = 1
         else:
             for index, written in enumerate(self._written):
                 present[index] = written
-                if not written and not keeps:
+                if not written and not whole:
                     self._targets[index].zero_()
-        for buffer, kept in zip(self._buffers(), self._lane_buffers[lane], strict=True):
+        for buffer, kept in zip(self.buffers(), self._lane_buffers[lane], strict=True):
             kept.copy_(buffer)
-        if not keeps:
+        if self.rows is not None:
+            self.rows.end()
+        if not whole:
             return None
         gradients, self._loose = self._loose, []
         return Loose(lane, gradients, self._targets)
 
-    def _buffers(self) -> list[torch.Tensor]:
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of this copy, as they are now."""
         return [holder._buffers[name] for holder, name in self._holders]  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""The course of a fit (which step takes which rows) and the schedule of its learning rates.
+"""The course of a fit (which batch takes which rows, which round takes which batches) and the schedule of its rates.
 
 The schedule lives in the caller alone, on the caller's optimizer; its numbers are written into the arena ahead of
 the steps, and workers read them there.
@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 
 from manyhands.comm.arena import Arena
 from manyhands.core.order import lane_slice, steps_per_epoch
+from manyhands.core.rounds import agreed_before, due
 from manyhands.errors import UsageError, unknown_name
 from manyhands.sync.optimizer_state import HyperKey, hyper_row
 
@@ -26,32 +27,86 @@ __all__ = ["Course", "PerEpoch", "Schedule", "resolve_schedule"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Steps, lanes and rows of a fit. A step's number counts from the beginning of the run."""
+    """Batches, rounds, lanes and rows of a fit, numbered from the beginning of the run.
+
+    A round is what must be complete before the copies agree: ``every`` batches, fewer at the end of an epoch. Workers
+    take it as one step of theirs; files, callbacks and people count batches.
+    """
 
     samples: int
     batch_size: int
     lanes: int
     drop_last: bool = False
+    every: int = 1
+    span: int = 1
+    """Batches that a worker takes at once where it works on its own: step hooks run after so many."""
+    fragments: int = 1
+    """Into how many the parameters are cut that are agreed on in turns, one after each round."""
+    begun: int = 0
+    """Batches done before this fit. They may end within a round (it was another way of agreeing that did them); the
+    first round is then what is left of that one."""
 
     @property
     def steps_per_epoch(self) -> int:
+        """Batches of an epoch."""
         return steps_per_epoch(self.samples, self.batch_size, self.drop_last)
 
-    def positions(self, order: np.ndarray, step: int, lane: int) -> np.ndarray:
+    # -- rounds ---------------------------------------------------------------------------------------------
+    def done(self, rounds: int) -> int:
+        """Batches that are done once ``rounds`` rounds are."""
+        return max(self._first(rounds), self.begun)
+
+    def _first(self, number: int) -> int:
+        """The first batch of a round, had nothing been done before this fit."""
+        if self.every == 1:
+            return number
+        epoch, within = divmod(number, self.rounds_per_epoch)
+        return epoch * self.steps_per_epoch + within * self.every
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        """Rounds of an epoch; the last may be shorter."""
+        return -(-self.steps_per_epoch // self.every)
+
+    def round_of(self, batch: int) -> int:
+        """The round that ``batch`` is in."""
+        epoch, within = divmod(batch, self.steps_per_epoch)
+        return epoch * self.rounds_per_epoch + within // self.every
+
+    def batches(self, number: int) -> range:
+        """The batches of a round."""
+        return range(self.done(number), self.done(number + 1))
+
+    def due(self, number: int) -> range:
+        """The fragments that are agreed on after a round."""
+        return due(number % self.rounds_per_epoch, self.rounds_per_epoch, self.fragments)
+
+    def lane_rows(self, number: int) -> list[int]:
+        """Rows of every lane that are agreed on after a round: those since its fragments were agreed on before."""
+        within, rows = number % self.rounds_per_epoch, [0] * self.lanes
+        before = min(agreed_before(within, fragment, self.fragments) for fragment in self.due(number))
+        first = self.done(number) if before == within else self._first(number - within + before)
+        for batch in range(first, self.done(number + 1)):
+            size, bigger = divmod(self.batch_rows(batch), self.lanes)
+            rows = [count + size + (lane < bigger) for lane, count in enumerate(rows)]
+        return rows
+
+    def after(self, rounds: int) -> int:
+        """The rounds that are done once the next step of a worker is; it ends with the epoch."""
+        per_epoch = self.round_of(self.steps_per_epoch)
+        return min(rounds + self.span, (rounds // per_epoch + 1) * per_epoch)
+
+    # -- batches --------------------------------------------------------------------------------------------
+    def positions(self, order: np.ndarray, batch: int, lane: int) -> np.ndarray:
         """The rows of a lane. ``order`` holds the order of even epochs in its first row, of odd ones in its second."""
-        epoch, within = divmod(step, self.steps_per_epoch)
+        epoch, within = divmod(batch, self.steps_per_epoch)
         start, stop = lane_slice(within, lane, samples=self.samples, batch_size=self.batch_size, lanes=self.lanes)
         rows: np.ndarray = order[epoch % 2, start:stop]
         return rows
 
-    def batch_rows(self, step: int) -> int:
+    def batch_rows(self, batch: int) -> int:
         """Rows of the whole batch."""
-        return min(self.batch_size, self.samples - step % self.steps_per_epoch * self.batch_size)
-
-    def lane_rows(self, step: int) -> list[int]:
-        """Rows of every lane."""
-        size, bigger = divmod(self.batch_rows(step), self.lanes)
-        return [size + (lane < bigger) for lane in range(self.lanes)]
+        return min(self.batch_size, self.samples - batch % self.steps_per_epoch * self.batch_size)
 
 
 @dataclass(frozen=True, slots=True)

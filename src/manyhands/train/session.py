@@ -12,22 +12,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 from torch import nn
 
 from manyhands.comm import ship
 from manyhands.comm.arena import Arena
+from manyhands.core.lateness import Lateness
 from manyhands.core.membership import Membership
-from manyhands.core.placement import place_lanes, place_units
 from manyhands.data.source import Source
 from manyhands.engine.channel import Message
 from manyhands.engine.local import Process
 from manyhands.errors import EngineError, RemoteTraceback, RunError
+from manyhands.sync.socket_server import Post
+from manyhands.train.coordination import ALONE, SAFE, Coordination
 from manyhands.train.evaluation import Dispatch
 from manyhands.train.lane import Job
+from manyhands.train.seats import Limits
 from manyhands.train.stack import StackFile
 from manyhands.train.state import ModelState
-from manyhands.train.supervisor import Limits, Supervisor
+from manyhands.train.supervisor import Supervisor
 
 __all__ = ["Session", "infer_alone", "remote_error"]
 
@@ -44,26 +46,41 @@ class Session:
         workers: int,
         limits: Limits | None = None,
         places: Mapping[int, ship.Place] | None = None,
+        servers: int = 0,
+        replicas: int | None = None,
+        lateness: Lateness | None = None,
     ) -> None:
-        """``places``: where tensors of the job lie in the arena already."""
+        """``places``: where tensors of the job lie in the arena already. Servers have the last slots of the arena.
+        ``replicas``: how many servers have a copy of each part; None: servers share the arena with the workers.
+        ``lateness``: who counts as late."""
         self.arena, self.control = arena, arena.control
         self.heard: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         self._tasks = 0
         self._spec = msgspec.to_builtins(arena.spec)
         self._parcel = ship.pack(job, "the model, loss, metric or data set", places)
+        seats = arena.spec.slots - servers
         self.supervisor = Supervisor(
             arena=arena,
-            membership=Membership(target=workers, slots=arena.spec.slots),
+            membership=Membership(target=workers, slots=seats),
+            servers=Membership(target=servers, slots=servers, first=seats, role="server") if servers else None,
             setup=self._set_up,
             on_event=_ignore,
             on_message=self._hear,
-            on_leave=lambda slot: self.heard.put((slot, None)),
+            on_leave=self._left,
             limits=limits or Limits(),
+            lateness=lateness,
         )
+        self._coordination: Coordination | None = None
+        if replicas is not None:
+            self._coordination = Coordination(arena, replicas, SAFE if replicas else ALONE)
+            self._coordination.on_failure = self.supervisor.fail
+            self.supervisor.names = lambda: self._coordination.names if self._coordination is not None else {}
 
     def on_event(self, hear: Callable[[str, dict[str, Any]], None]) -> None:
         """Let ``hear`` know what happens to the workers."""
         self.supervisor.on_event = hear
+        if self._coordination is not None:
+            self._coordination.on_event = hear
 
     def __enter__(self) -> Session:
         return self
@@ -74,10 +91,16 @@ class Session:
     def _set_up(self, slot: int, process: Process, stack: StackFile) -> None:
         body = {
             "slot": slot,
+            "role": self.supervisor.role_of(slot),
             "arena": self._spec,
             "code": self._parcel.code,
             "segment_bytes": self._parcel.segment_bytes,
+            "post": None,
         }
+        if self._coordination is not None:
+            coordination = self._coordination
+            post = Post(coordination.wire, coordination.new_number(slot), coordination.timing)
+            body["post"] = msgspec.to_builtins(post)
         process.channel.send("setup", body, [stack.fd, self.arena.segment.fd, *self._parcel.fds])
 
     def _hear(self, slot: int, message: Message) -> None:
@@ -85,6 +108,11 @@ class Session:
             self.supervisor.fail(remote_error(slot, message))
         else:
             self.heard.put((slot, message))
+
+    def _left(self, slot: int) -> None:
+        self.heard.put((slot, None))
+        if self._coordination is not None:
+            self._coordination.gone(slot)
 
     def start(self, step: int, timeout_s: float = 180.0) -> None:
         """Start the workers and make the first plan; returns when all of them are ready."""
@@ -94,30 +122,33 @@ class Session:
         self.control.lane_owner(0)[:] = -1
         self.control.unit_owner(0)[:] = -1
         self.control.set_leader(0, -1)
+        if self._coordination is not None:
+            self._coordination.start(step)
         self.supervisor.start()
         deadline = time.monotonic() + timeout_s
-        membership = self.supervisor.membership
+        teams = [team for team in (self.supervisor.membership, self.supervisor.servers) if team is not None]
         while self.control.committed[1] == 0:
             self.check()
-            missing = membership.target - len(membership.active)
-            if missing <= 0:
+            late = [team for team in teams if len(team.active) < team.target]
+            if not late:
                 self.supervisor.ask(lambda: self._first_plan(step))
             elif time.monotonic() > deadline:
-                raise EngineError(f"{missing} of {membership.target} workers were not ready after {timeout_s:.0f} s")
+                raise EngineError(
+                    f"{late[0].target - len(late[0].active)} of {late[0].target} {late[0].role}s were not ready after "
+                    f"{timeout_s:.0f} s"
+                )
             time.sleep(0.001)
 
     def _first_plan(self, step: int) -> None:
-        """In the supervisor's thread: equal shares for the workers that are there."""
-        speeds = dict.fromkeys(self.supervisor.membership.active, 1.0)
-        if not speeds or self.control.committed[1] != 0:
+        """In the supervisor's thread: shares for those who are there."""
+        if self.control.committed[1] != 0:
             return
-        sizes = [unit.stop - unit.start for unit in self.arena.spec.units]
-        plan = self.control.proposed + 1
-        lanes = place_lanes(self.arena.spec.lanes, speeds)
-        self.control.write_plan(plan, min(speeds), lanes, np.array(place_units(sizes, speeds), np.int64))
-        self.control.proposed = plan
-        self.control.commit(step, plan)
-        self.control.wake_everybody()
+        proposed = self.supervisor.plans.propose(first=True)
+        if self._coordination is not None and self.supervisor.servers is not None:
+            self._coordination.begin(self.supervisor.servers.active)  # it adopts the newest plan
+        elif proposed is not None:
+            self.control.commit(step, self.control.proposed)
+            self.control.wake_everybody()
 
     def check(self) -> None:
         """Raise what made the run fail, if something did."""
@@ -132,6 +163,17 @@ class Session:
             self.control.kept = 0  # nothing of what was seen at this rest may be taken back
             self.control.held = 0
             self.control.bell.ring()
+            if self.supervisor.servers is not None:
+                self.control.counter.ring()
+        if self._coordination is not None:
+            self._coordination.wake()
+
+    def taken_back(self) -> int | None:
+        """The step to which the run has gone back since this was last asked; None when it has not."""
+        steps = []
+        while self._coordination is not None and not self._coordination.rolled_back.empty():
+            steps.append(self._coordination.rolled_back.get())
+        return min(steps, default=None)
 
     def _rests(self) -> bool:
         steps = self.control.steps  # read first: the leader writes it last
@@ -178,12 +220,23 @@ class Session:
             for name in ("data", "compute", "wait", "reduce")
         }
 
+    def traffic(self) -> dict[str, int]:
+        """Bytes that the workers sent and received, where a codec counts them."""
+        slots = range(self.arena.spec.slots)
+        return {
+            name: sum(self.control.slot_value(slot, f"{name}_bytes") for slot in slots) for name in ("sent", "received")
+        }
+
     def close(self) -> int:
         """End every process; returns how many there were."""
         count = self.supervisor.close()
+        if self._coordination is not None:
+            self._coordination.close()
+            self._coordination.on_event = self._coordination.on_failure = _ignore
         # Whatever these hold would hold the arena: its memory must go now, not when a cycle is found.
         self.supervisor.setup = self.supervisor.on_event = self.supervisor.on_message = _ignore
         self.supervisor.on_leave = _ignore
+        self.supervisor.names = dict
         self._parcel.close()
         self.arena.close()
         return count

@@ -5,23 +5,28 @@ Names are those of ``state_dict``: a checkpoint knows nothing of planes, units, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from manyhands.comm.arena import Arena, ArenaSpec, dtype_of, lay_out
+from manyhands.comm.arena import LEFT_OUT, MOST_WORKERS, Arena, ArenaSpec, dtype_of, lay_out
 from manyhands.comm.ship import Place
 from manyhands.errors import CheckpointMismatch, ModelError
 from manyhands.sync.apply import cut_units
-from manyhands.sync.optimizer_state import StateLayout, Template, layout_of, template_of
+from manyhands.sync.optimizer_state import HyperKey, StateLayout, Template, layout_of, template_of
 from manyhands.sync.undo import BATCH_UNITS, undo_capacity
-from manyhands.train.strategy import MOST_WORKERS
+from manyhands.train.row_tables import TableState, find_tables
 
-WHOLE_BYTES = 4 << 20  # parameters of a model that is applied whole, by one worker, where steps may be taken again
+KEPT_BYTES = 4 << 20  # parameters of a model of which a copy is kept, where steps may be taken again
+WHOLE_BYTES = 1 << 18  # of one that is then applied whole, by one worker
 
-__all__ = ["ModelState", "check_model", "differences", "mismatch"]
+Named = tuple[str, nn.Parameter]
+
+__all__ = ["ModelState", "Needs", "check_model", "differences", "dissect", "mismatch", "sort_parameters", "state_in"]
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -45,66 +50,132 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             raise ModelError(f"{name} has no shape yet; call the model once on a batch before training it")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a way of agreeing needs of the state, beside the model and the optimizer."""
+
+    repeatable: bool = False
+    """Steps may be taken again."""
+    memory: Sequence[str] = ()
+    """What each lane keeps from step to step, in the shapes of the parameters."""
+    memory_numbers: int = 0
+    """Single numbers that it keeps."""
+    answers: bool = False
+    """What a codec leaves out of sums is kept."""
+    servers: int = 0
+    """How many processes serve."""
+    exchange: bool = False
+    """Workers bring them updates one by one, each in a lane of its own."""
+    parts: int | None = None
+    """Into how many the parameters are cut then, if not one for each server."""
+    span: int = 1
+    """How many batches an update has, at most."""
+    by_row: bool = True
+    """Tables are held by row there."""
+    hyper: int = 1
+    """Numbers that a schedule tells, at least."""
+
+
+def _recovery(needs: Needs, lanes: int, size_bytes: int, undo_bytes: int) -> dict[str, Any]:
+    """How a death in apply is answered, for parameters of ``size_bytes``: by an undo log, or from a copy."""
+    # What lanes keep has two banks, which is enough to compute a lane again, not to go back by many steps.
+    keeps = needs.repeatable and not needs.memory and not needs.memory_numbers and size_bytes <= KEPT_BYTES
+    if not keeps:
+        return {"undo_bytes": undo_bytes, "undo_units": BATCH_UNITS}
+    shared = lanes > 1 and not needs.servers and size_bytes > WHOLE_BYTES
+    return {"keeps": True, "whole": not shared}
+
+
 class ModelState:
     """One model (and optimizer) in one arena."""
 
+    state_name = "optimizer"
+    """What the state of the optimizer that is applied is called in a checkpoint."""
+
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, repeatable: bool = False, **shape: int
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        needs: Needs | None = None,
+        *,
+        lanes: int,
+        samples: int,
+        stats: int,
+        ring: int,
     ) -> None:
-        """``shape``: lanes, samples, stats and ring of the ArenaSpec; ``repeatable``: steps may be taken again."""
-        named = list(model.named_parameters())
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
-        trained = [(n, p) for n, p in named if id(p) in held and p.requires_grad]
-        fixed = [(n, p) for n, p in named if not (id(p) in held and p.requires_grad)]
+        """``needs``: of the way of agreeing; the other numbers are those of the ArenaSpec."""
+        needs = needs or Needs()
+        exchange = needs.exchange
+        tables = find_tables(model, optimizer) if exchange and needs.by_row and optimizer is not None else []
+        of_tables = {id(p) for _, p in tables}
+        trained, fixed = sort_parameters(model, optimizer, of_tables)
         buffers = list(model.named_buffers())
         entries = lay_out(trained)
         self.template: Template | None = None
         layout = StateLayout()
         if optimizer is not None:
-            frozen = {id(p) for _, p in fixed}
-            self.template = template_of(_without(optimizer, frozen), [p for _, p in trained])
-            layout = layout_of(self.template, entries)
+            self.template, layout = dissect(model, optimizer, of_tables)
         units = cut_units(entries, self.template is not None and self.template.elementwise and not layout.extras)
-        extra_bytes: dict[int, int] = {}
-        for extra in layout.extras:
-            size = torch.empty(extra.shape, dtype=dtype_of(extra.dtype)).nbytes
-            extra_bytes[extra.parameter] = extra_bytes.get(extra.parameter, 0) + size + 64
-        keeps = repeatable and sum(entry.size_bytes for entry in entries) <= WHOLE_BYTES
+        planes = [*layout.planes, *([LEFT_OUT] if needs.answers else [])]
         unit_bytes = [unit.stop - unit.start for unit in units]
-        undo_bytes = undo_capacity(len(layout.planes), unit_bytes, list(extra_bytes.values()))
+        undo_bytes = undo_capacity(len(planes), unit_bytes, _extra_bytes(layout), alone=needs.exchange)
         spec = ArenaSpec(
             parameters=entries,
             fixed=lay_out(fixed),
             buffers=lay_out(buffers),
-            planes=layout.planes,
+            planes=planes,
             extras=layout.extras,
             scalars=layout.scalars,
             units=units,
-            slots=MOST_WORKERS,
-            undo_bytes=0 if keeps else undo_bytes,
-            undo_units=0 if keeps else BATCH_UNITS,
-            keeps=keeps,
-            hyper=max(len(self.template.hyper) if self.template else 0, 1),
-            **shape,
+            slots=MOST_WORKERS + needs.servers,
+            **_recovery(needs, lanes, sum(entry.size_bytes for entry in entries), undo_bytes),
+            memory=list(needs.memory),
+            memory_numbers=needs.memory_numbers,
+            exchange=(needs.parts or needs.servers) if exchange else 0,
+            span=needs.span,
+            tables=[table for table, _ in tables],
+            hyper=max(len(self.template.hyper) if self.template else 0, needs.hyper),
+            lanes=MOST_WORKERS if exchange else lanes,
+            samples=samples,
+            stats=stats + (2 if tables else 0),  # of every chunk: rows pulled, rows pushed
+            ring=ring,
         )
         self.arena = Arena(spec)
+        self._by_row = TableState(self.arena) if tables else None
         self._units_of: dict[int, list[int]] = {}
         for number, unit in enumerate(units):
             self._units_of.setdefault(unit.parameter, []).append(number)
-        self.places = {id(p): self._place(self.arena.parameter_offset(i), p) for i, (_, p) in enumerate(trained)}
-        self.places |= {id(p): self._place(self.arena.fixed_offset(i), p) for i, (_, p) in enumerate(fixed)}
+        self.places = self._find_places(trained, fixed, [parameter for _, parameter in tables])
         self.copy_in(model)
         if optimizer is not None and optimizer.state:
-            self._load_optimizer({n: optimizer.state.get(p) for n, p in trained})
+            self._load_optimizer({n: optimizer.state.get(p) for n, p in model.named_parameters()})
+
+    def _find_places(
+        self, trained: Sequence[Named], fixed: Sequence[Named], tables: Sequence[torch.Tensor]
+    ) -> dict[int, Place]:
+        """Where each parameter lies, by its identity: workers are told the place instead of the values."""
+        arena = self.arena
+        places = {id(p): self._place(arena.parameter_offset(i), p) for i, (_, p) in enumerate(trained)}
+        places |= {id(p): self._place(arena.fixed_offset(i), p) for i, (_, p) in enumerate(fixed)}
+        if self._by_row is not None:
+            offsets = zip(self._by_row.offsets(), tables, strict=True)
+            places |= {id(p): self._place(offset, p) for offset, p in offsets}
+        return places
 
     @staticmethod
     def _place(offset: int, tensor: torch.Tensor) -> Place:
         return Place(0, offset, tuple(tensor.shape), tensor.dtype)
 
+    @property
+    def hyper(self) -> list[HyperKey]:
+        """The numbers of the user's optimizer that a schedule may change."""
+        return [] if self.template is None else self.template.hyper
+
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         spec, arena = self.arena.spec, self.arena
         names = [e.name for e in (*spec.parameters, *spec.fixed, *spec.buffers)]
-        return dict(zip(names, [*arena.parameters(), *arena.fixed(), *arena.buffers()], strict=True))
+        found = dict(zip(names, [*arena.parameters(), *arena.fixed(), *arena.buffers()], strict=True))
+        return found if self._by_row is None else found | self._by_row.values()
 
     @torch.no_grad()
     def copy_in(self, model: nn.Module) -> None:
@@ -126,7 +197,8 @@ class ModelState:
         parameters = dict(model.named_parameters())
         for name, value in self._optimizer_tensors().items():
             parameter, _, key = name.rpartition("/")
-            kept = value.float() if value.ndim == 0 and key in self.arena.spec.scalars else value.clone()
+            single = value.ndim == 0 and key in (*self.arena.spec.scalars, "step")
+            kept = value.float() if single else value.clone()
             optimizer.state[parameters[parameter]][key] = kept
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
@@ -135,7 +207,7 @@ class ModelState:
         found: dict[str, torch.Tensor] = {}
         for index, key in enumerate(spec.planes):
             for number, view in enumerate(arena.parameters(1 + index)):
-                if self._ready(number):
+                if self._ready(number) and key != LEFT_OUT:
                     found[f"{spec.parameters[number].name}/{key}"] = view
         for number, extra in enumerate(spec.extras):
             if self._ready(extra.parameter):
@@ -145,33 +217,74 @@ class ModelState:
                 for column, key in enumerate(spec.scalars):
                     value = arena.scalars[self._units_of[number][0], column]
                     found[f"{entry.name}/{key}"] = torch.tensor(value, dtype=torch.float64)
-        return found
+        return found if self._by_row is None else found | self._by_row.optimizer_tensors()
 
     # -- by name, for checkpoints ---------------------------------------------------------------------------
     def snapshot(self) -> dict[str, torch.Tensor]:
         """A private copy of everything. The state must not change meanwhile."""
-        copies = {f"model/{name}": tensor.clone() for name, tensor in self._model_tensors().items()}
-        return copies | {f"optimizer/{name}": tensor.clone() for name, tensor in self._optimizer_tensors().items()}
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything by name, as it lies in the arena."""
+        ours = {f"model/{name}": tensor for name, tensor in self._model_tensors().items()}
+        ours |= {f"{self.state_name}/{name}": tensor for name, tensor in self._optimizer_tensors().items()}
+        if self.arena.spec.exchange:
+            return ours | self._workers_tensors()
+        return ours | self._left_out() | self._lane_tensors(self.arena.control.steps)
+
+    def _left_out(self) -> dict[str, torch.Tensor]:
+        """What a codec has left out of the sums of lanes, by ``left_out/parameter``."""
+        spec = self.arena.spec
+        if LEFT_OUT not in spec.planes:
+            return {}
+        views = self.arena.parameters(1 + spec.planes.index(LEFT_OUT))
+        return {f"{LEFT_OUT}/{entry.name}": view for entry, view in zip(spec.parameters, views, strict=True)}
+
+    def _lane_tensors(self, step: int) -> dict[str, torch.Tensor]:
+        """What the lanes keep from step to step, by ``lanes/number/name/parameter``."""
+        lanes = range(1 if self.arena.spec.exchange else self.arena.spec.lanes)
+        return {f"lanes/{lane}/{name}": view for lane in lanes for name, view in self._kept(step, lane).items()}
+
+    def _kept(self, step: int, lane: int) -> dict[str, torch.Tensor]:
+        arena, found = self.arena, dict[str, torch.Tensor]()
+        for name, views in arena.memory(step, lane).items():
+            for entry, view in zip(arena.spec.parameters, views, strict=True):
+                found[f"{name}/{entry.name}"] = view
+        if arena.spec.memory_numbers:
+            found["numbers"] = torch.from_numpy(arena.memory_numbers(step, lane))
+        return found
+
+    def _workers_tensors(self) -> dict[str, torch.Tensor]:
+        """The sum of what workers keep who bring updates of their own: they come and go, the first goes on with it."""
+        exchange, found = self.arena.exchange(), dict[str, torch.Tensor]()
+        for slot in sorted({0, *np.flatnonzero(exchange.asked).tolist()}):
+            bank = int(exchange.asked[slot]) - int(exchange.refused[slot])
+            for name, view in self._kept(bank, slot).items():
+                full = f"lanes/0/{name}"
+                found[full] = found[full].add_(view) if full in found else view.clone()
+        return found
 
     def _ready(self, parameter: int) -> bool:
         units = self._units_of.get(parameter)
         return bool(units and self.arena.control.unit_ready[units[0]])
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the state of a checkpoint; refuses one of another model before anything is changed."""
+    def load(self, tensors: Mapping[str, torch.Tensor], step: int) -> None:
+        """Take the state of a checkpoint; refuses one of another model before anything is changed.
+
+        What lanes kept is taken where both sides know of it: a run may go on under another way of agreeing.
+        """
         ours = {f"model/{name}": tensor for name, tensor in self._model_tensors().items()}
         theirs = {name: tensor for name, tensor in tensors.items() if name.startswith("model/")}
         if problems := differences(ours, theirs):
             raise mismatch(problems, "resume with the model that wrote it, or start a new run")
         for name, tensor in ours.items():
             tensor.copy_(theirs[name])
-        state: dict[str, dict[str, Any]] = {}
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer/"):
-                parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
-                state.setdefault(parameter, {})[key] = tensor
-        self._load_optimizer(state)
+        self._load_optimizer(state_in(tensors, self.state_name))
+        bank = 0 if self.arena.spec.exchange else step
+        for name, tensor in (self._left_out() | self._lane_tensors(bank)).items():
+            if name in tensors and tensors[name].shape == tensor.shape:
+                tensor.copy_(tensors[name])
 
     def _load_optimizer(self, state: Mapping[str, Mapping[str, Any] | None]) -> None:
         arena, spec = self.arena, self.arena.spec
@@ -191,6 +304,49 @@ class ModelState:
                 if extra.parameter == number and extra.key in values:
                     arena.extra(index).copy_(values[extra.key])
             arena.control.unit_ready[first:stop] = 1
+        if self._by_row is not None:
+            self._by_row.load_optimizer(state)
+
+
+def _extra_bytes(layout: StateLayout) -> list[int]:
+    """Room for the state of each parameter that is shaped unlike it."""
+    sizes: dict[int, int] = {}
+    for extra in layout.extras:
+        size = torch.empty(extra.shape, dtype=dtype_of(extra.dtype)).nbytes
+        sizes[extra.parameter] = sizes.get(extra.parameter, 0) + size + 64
+    return list(sizes.values())
+
+
+def sort_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, by_row: Collection[int] = ()
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """The parameters that are trained, and those that stay as they are, by name; without those held ``by_row``."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
+    trained: list[tuple[str, nn.Parameter]] = []
+    fixed: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in by_row:
+            (trained if id(parameter) in held and parameter.requires_grad else fixed).append((name, parameter))
+    return trained, fixed
+
+
+def dissect(
+    model: nn.Module, optimizer: torch.optim.Optimizer, by_row: Collection[int] = ()
+) -> tuple[Template, StateLayout]:
+    """How ``optimizer`` updates the parameters that are trained, and which state it keeps of them."""
+    trained, fixed = sort_parameters(model, optimizer, by_row)
+    template = template_of(_without(optimizer, {id(p) for _, p in fixed} | {*by_row}), [p for _, p in trained])
+    return template, layout_of(template, lay_out(trained))
+
+
+def state_in(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, dict[str, torch.Tensor]]:
+    """The optimizer state that a checkpoint has under ``name``, by parameter and key."""
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for full, tensor in tensors.items():
+        if full.startswith(f"{name}/"):
+            parameter, _, key = full.removeprefix(f"{name}/").rpartition("/")
+            state.setdefault(parameter, {})[key] = tensor
+    return state
 
 
 def _without(optimizer: torch.optim.Optimizer, excluded: set[int]) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 __all__ = ["Collector", "straighten"]
 
-_LARGE_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 19
 
 
 class Collector(Protocol):

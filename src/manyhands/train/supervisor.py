@@ -16,59 +16,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from manyhands.comm.arena import Arena
 from manyhands.comm.control import PHASES
+from manyhands.core.lateness import Lateness
 from manyhands.core.membership import Action, GiveUp, Membership, Propose, Release, Repair, Spawn
 from manyhands.engine import local
 from manyhands.engine.channel import Message
 from manyhands.errors import ChannelClosed, RunError, WorkerCrashed
+from manyhands.sync.allreduce import Role
 from manyhands.sync.kept import go_back
 from manyhands.sync.undo import recover
+from manyhands.train.late import late_workers
 from manyhands.train.plans import Plans
+from manyhands.train.seats import Limits, Recovery, Seat
 from manyhands.train.stack import StackFile
 
-__all__ = ["Limits", "Seat", "Supervisor"]
+__all__ = ["Supervisor"]
 
 _TICK_S = 0.2
+_LOOK_S = 0.0005  # how often those are looked at who are finishing a step that is taken back
 _WATCH_S = 0.004  # how often a recovery is looked at until the next commit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How long things may take before they count as failed."""
-
-    pause_s: float = 1.0
-    """A process that the system shows as stopped for this long is replaced."""
-    hang_s: float = 60.0
-    """A worker that gives no sign of life for this long within one phase is replaced."""
-    start_s: float = 120.0
-    """A process must be ready within this time."""
-    balance_s: float = 1.0
-    """How often speeds are compared; 0 leaves lanes where they are."""
-
-
-@dataclass(slots=True)
-class Seat:
-    """The process in a slot and what was seen of it."""
-
-    process: local.Process
-    stack: StackFile
-    beat: int = -1
-    beat_time: float = 0.0
-    stopped_since: float | None = None
-    blame: str | None = None  # why we killed it, if we did
-    failed: bool = False
-
-
-@dataclass(slots=True)
-class _Recovery:
-    slot: int
-    step: int
-    since: float
-    how: str
 
 
 @dataclass(slots=True)
@@ -81,15 +50,20 @@ class Supervisor:
     on_event: Callable[[str, dict[str, Any]], None]
     on_message: Callable[[int, Message], None]
     on_leave: Callable[[int], None]
+    servers: Membership | None = None
     limits: Limits = field(default_factory=Limits)
+    lateness: Lateness | None = None
+    """Who counts as late, where there is a quorum."""
     seats: dict[int, Seat] = field(default_factory=dict)
     failure: BaseException | None = None
     progress: int = 0
     """Counts what was achieved apart from steps (batches of an inference): only deaths at a standstill are held
     against a run."""
+    names: Callable[[], dict[str, int]] = dict
+    """The slots of servers by what they do now, where that changes."""
     plans: Plans = field(init=False)
     _requests: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
-    _recoveries: list[_Recovery] = field(default_factory=list)
+    _recoveries: list[Recovery] = field(default_factory=list)
     _closing: bool = False
     _thread: threading.Thread | None = None
     _wake: tuple[int, int] = (-1, -1)
@@ -101,7 +75,22 @@ class Supervisor:
     _seen_plan: int = -1
 
     def __post_init__(self) -> None:
-        self.plans = Plans(self.arena, self.membership)
+        self.plans = Plans(self.arena, self.membership, self.servers)
+
+    def _team(self, slot: int) -> Membership:
+        """Those among whom the slot is a seat."""
+        return self.membership if self.servers is None or slot < self.servers.first else self.servers
+
+    def role_of(self, slot: int) -> Role:
+        """What a process in this slot does."""
+        if self.servers is None:
+            return "both"
+        return "worker" if slot < self.servers.first else "server"
+
+    def _who(self, slot: int) -> dict[str, int]:
+        """``{"worker": 3}`` or ``{"server": 0}``."""
+        team = self._team(slot)
+        return {team.role: slot - team.first}
 
     # -- called from other threads --------------------------------------------------------------------------
     def start(self) -> None:
@@ -111,7 +100,7 @@ class Supervisor:
         self._selector.register(self._wake[0], selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name="manyhands-supervisor", daemon=True)
         self._thread.start()
-        self.ask(lambda: self._do(self.membership.start()))
+        self.ask(lambda: self._do([*self.membership.start(), *(self.servers.start() if self.servers else ())]))
 
     def ask(self, request: Callable[[], None]) -> None:
         """Run ``request`` in the supervisor's thread."""
@@ -139,7 +128,13 @@ class Supervisor:
 
     def pids(self) -> dict[str, int]:
         """Role -> pid of the live processes."""
-        return {f"worker-{slot}": seat.process.pid for slot, seat in sorted(self.seats.items())}
+        names = {"-".join(map(str, *self._who(slot).items())): slot for slot in sorted(self.seats)}
+        if known := self.names():
+            servers = [slot for slot in names.values() if self._team(slot) is self.servers]
+            spares = [slot for slot in servers if slot not in known.values()]
+            names = {name: slot for name, slot in names.items() if slot not in servers} | known
+            names |= {f"server-spare-{number}": slot for number, slot in enumerate(spares)}
+        return {name: self.seats[slot].process.pid for name, slot in names.items() if slot in self.seats}
 
     def fail(self, error: BaseException) -> None:
         """The run cannot go on; whoever waits for it is told."""
@@ -218,10 +213,9 @@ class Supervisor:
         if message is None:
             return
         if message.kind == "ready":
-            self.on_event(
-                "worker_ready", {"worker": slot, "pid": seat.process.pid, "seconds": _since(seat.process.started)}
-            )
-            self._do(self.membership.ready(slot))
+            team, seconds = self._team(slot), _since(seat.process.started)
+            self.on_event(f"{team.role}_ready", {**self._who(slot), "pid": seat.process.pid, "seconds": seconds})
+            self._do(team.ready(slot))
         else:
             seat.failed |= message.kind == "failed"
             self.on_message(slot, message)
@@ -231,27 +225,48 @@ class Supervisor:
         for fd in (seat.process.pidfd, seat.process.channel):
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
-        leaving, step = self.membership.status.get(slot) == "leaving", self.arena.control.steps
-        how = seat.blame or seat.process.ending()
-        undone = go_back(self.arena, slot) if self.arena.spec.keeps else recover(self.arena, slot)
+        team, who, step = self._team(slot), self._who(slot), self.arena.control.steps
+        leaving = team.status.get(slot) == "leaving"
+        how, killed = seat.blame, seat.stopped_since is not None
+        if how is None:
+            ending = seat.process.ending()
+            how, killed = ending.words, ending.killed
+        del self.seats[slot]
+        if self.arena.spec.keeps:
+            undone = go_back(self.arena, slot, self._others_finish)
+        else:
+            undone = recover(self.arena, slot)
         seat.process.close()
         seat.stack.close()
-        del self.seats[slot]
         self.on_leave(slot)
         if seat.failed:
-            self.membership.status.pop(slot, None)
+            team.status.pop(slot, None)
             return
         if leaving:
-            self.on_event("worker_left", {"worker": slot, "pid": seat.process.pid})
-            self._do(self.membership.died(slot, step + self.progress, how))
+            self.on_event("worker_left", {**who, "pid": seat.process.pid})
+            self._do(team.died(slot, step + self.progress, how, time.monotonic(), killed=killed))
             return
         phase = PHASES[self.arena.control.slot_value(slot, "phase")]
         self.on_event(
-            "worker_died",
-            {"worker": slot, "pid": seat.process.pid, "how": how, "step": step, "phase": phase, "undone": undone},
+            f"{team.role}_died",
+            {**who, "pid": seat.process.pid, "how": how, "step": step, "phase": phase, "undone": undone},
         )
-        self._recoveries.append(_Recovery(slot, step, time.monotonic(), how))
-        self._do(self.membership.died(slot, step + self.progress, how))
+        self._recoveries.append(Recovery(who, step, time.monotonic()))
+        self._do(team.died(slot, step + self.progress, how, time.monotonic(), killed=killed))
+
+    def _others_finish(self, mark: int) -> None:
+        """Wait until nobody who lives is changing the state for the step of ``mark``; end who takes too long."""
+        control, begun = self.arena.control, time.monotonic()
+        while True:
+            busy = [s for s in self.seats if control.slot_value(s, "undo_step") == mark]
+            busy = [s for s in busy if not self.seats[s].process.wait(0)]
+            if not busy or self._closing:
+                return
+            if time.monotonic() - begun > self.limits.pause_s:
+                for slot in busy:
+                    if self.seats[slot].blame is None:
+                        self._condemn(slot, self.seats[slot], "kept a step from being taken back", show_line=False)
+            time.sleep(_LOOK_S)
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -301,13 +316,15 @@ class Supervisor:
         steps = self.arena.control.steps
         for recovery in [r for r in self._recoveries if steps > r.step]:
             self._recoveries.remove(recovery)
-            self.on_event(
-                "recovered", {"worker": recovery.slot, "step": recovery.step, "seconds": _since(recovery.since)}
-            )
+            self.on_event("recovered", {**recovery.who, "step": recovery.step, "seconds": _since(recovery.since)})
 
     def _tick(self, now: float) -> None:
         for slot, seat in list(self.seats.items()):
             self._examine(slot, seat, now)
+        if self.lateness is not None:
+            for slot in late_workers(self.arena, self.membership.active, self.lateness, now):
+                if slot in self.seats and self.seats[slot].blame is None:
+                    self._condemn(slot, self.seats[slot], "was late with its share", show_line=True)
         control = self.arena.control
         plan = control.committed[1]
         if plan != self._seen_plan and plan == control.proposed:
@@ -323,13 +340,13 @@ class Supervisor:
 
     def _examine(self, slot: int, seat: Seat, now: float) -> None:
         """End a process that is stopped, hangs, or never became ready."""
-        if _is_stopped(seat.process.pid):
+        if seat.process.is_stopped():
             seat.stopped_since = seat.stopped_since or now
             if now - seat.stopped_since >= self.limits.pause_s and seat.blame is None:
                 self._condemn(slot, seat, f"was paused for {now - seat.stopped_since:.1f} s", show_line=False)
             return
         seat.stopped_since = None
-        if self.membership.status.get(slot) == "starting":
+        if self._team(slot).status.get(slot) == "starting":
             if now - seat.process.started > self.limits.start_s and seat.blame is None:
                 self._condemn(slot, seat, f"was not ready after {self.limits.start_s:.0f} s", show_line=True)
             return
@@ -348,8 +365,10 @@ class Supervisor:
         line = seat.stack.ask(seat.process) if show_line else None
         seat.blame = why
         at = f", at {line}" if line else ""
-        text = f"worker {slot} (pid {seat.process.pid}) {why} {where}{at}; it is being replaced"
-        self.on_event("worker_hung", {"worker": slot, "pid": seat.process.pid, "text": text})
+        who = self._who(slot)
+        name = " ".join(map(str, *who.items()))
+        text = f"{name} (pid {seat.process.pid}) {why} {where}{at}; it is being replaced"
+        self.on_event(f"{self._team(slot).role}_hung", {**who, "pid": seat.process.pid, "text": text})
         seat.process.signal(signal.SIGKILL)
 
     def _propose(self, lanes: list[int] | None = None) -> None:
@@ -363,11 +382,3 @@ class Supervisor:
 
 def _since(moment: float) -> float:
     return round(time.monotonic() - moment, 6)
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except OSError:
-        return False
-    return state in (b"T", b"t")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,16 +29,17 @@ from manyhands.train.metrics import resolve_metrics
 from manyhands.train.optimizers import resolve_optimizer
 from manyhands.train.progress import Progress
 from manyhands.train.receipt import closing_line, header, interrupted_line
+from manyhands.train.row_tables import describe_tables
 from manyhands.train.run_folder import RunFolder
 from manyhands.train.schedule import Course, resolve_schedule
+from manyhands.train.seats import Limits
 from manyhands.train.session import Session, infer_alone
-from manyhands.train.state import ModelState, check_model
-from manyhands.train.strategy import MOST_WORKERS, AllReduce, check_choice, resolve_sync, worker_range
-from manyhands.train.supervisor import Limits
+from manyhands.train.state import check_model
+from manyhands.train.strategy import MOST_WORKERS, Sync, check_choice, plain_sync, resolve_sync, worker_range
 
 __all__ = ["Trainer"]
 
-_RING = 4096  # steps whose numbers are kept until the caller has read them
+_RING = 4096  # batches whose numbers are kept until the caller has read them
 _INFERENCE_BATCH = 256
 
 
@@ -59,7 +60,7 @@ class Trainer:
         metrics: Iterable[Any] = (),
         *,
         workers: int | str | tuple[int, int] = "auto",
-        sync: str | AllReduce = "allreduce",
+        sync: str | Sync = "allreduce",
         layout: str = "whole",
         engine: str = "local",
         device: str = "auto",
@@ -244,13 +245,18 @@ class Trainer:
             )
         return checkpoint, warnings
 
+    def _known_lanes(self, course: Mapping[str, Any]) -> int | None:
+        """The lanes of a checkpoint, unless another way of agreeing had no use for any."""
+        known: int = course["lanes"]
+        return known if known > 1 or course.get("sync", self._sync.name) == self._sync.name else None
+
     def _course(
         self, adapted: Adapted, batch_size: int | None, lanes: int | None, epochs: int, checkpoint: Checkpoint | None
     ) -> Course:
         batch = batch_size if batch_size is not None else adapted.batch_size or 32
-        known = checkpoint.meta["course"]["lanes"] if checkpoint is not None else None
-        usual = min(self._workers[1], batch) if isinstance(batch, int) else 1
-        chosen = lanes if lanes is not None else known or usual
+        known = None if checkpoint is None else self._known_lanes(checkpoint.meta["course"])
+        usual = min(self._workers[1] * self._sync.lanes_per_worker, batch) if isinstance(batch, int) else 1
+        chosen = lanes if lanes is not None else self._sync.lanes or known or usual
         for name, value in (("batch_size", batch), ("lanes", chosen), ("epochs", epochs)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name} received {value!r}; valid is an integer of at least 1")
@@ -259,7 +265,12 @@ class Trainer:
                 f"batch_size={batch} is smaller than lanes={chosen}: each lane needs at least one sample of the global "
                 "batch. Take a larger batch or fewer lanes."
             )
-        course = Course(samples=len(adapted.source), batch_size=batch, lanes=chosen, drop_last=adapted.drop_last)
+        chosen = self._sync.lanes or chosen
+        course = Course(
+            samples=len(adapted.source), batch_size=batch, lanes=chosen, drop_last=adapted.drop_last,
+            every=self._sync.round_batches, span=self._sync.lease_batches, fragments=self._sync.fragments,
+            begun=0 if checkpoint is None else checkpoint.step,
+        )  # fmt: skip
         if course.steps_per_epoch == 0:
             raise UsageError(
                 f"the data has {course.samples} samples, fewer than one batch of {batch}, and drop_last is set"
@@ -276,21 +287,23 @@ class Trainer:
         # Before the state is laid out: a schedule may give an optimizer its momentum, and with it more state.
         schedule = resolve_schedule(self._schedule, self._optimizer, epochs * course.steps_per_epoch)
         width = 2 + sum(metric.width for metric in self.metrics)
-        memory = ModelState(
+        memory = self._sync.lay_out(
             self.model,
             self._optimizer,
-            repeatable=True,
             lanes=course.lanes,
             samples=course.samples,
             stats=width,
-            ring=_RING,
+            ring=max(_RING, 2 * course.every, 4 * course.span * (self._workers[1] + 1)),
+            workers=self._workers[1],
         )
         self.history = History()
         try:
-            assert memory.template is not None
-            schedule.keys = memory.template.hyper
-            job = self._job(source=adapted.source, template=memory.template, clips=self._clips, course=course)
-            session = Session(memory.arena, job, self._workers[1], limits=self._limits, places=memory.places)
+            schedule.keys = memory.hyper
+            job = self._job(source=adapted.source, course=course, **self._sync.job(memory, self._clips))
+            session = Session(
+                memory.arena, job, self._workers[1], self._limits, memory.places, servers=self._sync.processes,
+                replicas=self._sync.replicas if self._sync.sockets else None, lateness=self._sync.lateness,
+            )  # fmt: skip
         except BaseException:
             memory.arena.close()
             raise
@@ -298,7 +311,7 @@ class Trainer:
             model=self.model, optimizer=self._optimizer, session=session, memory=memory, job=job, course=course,
             schedule=schedule, epochs=epochs, shuffle=adapted.shuffle if shuffle is None else shuffle,
             validation=None if checked is None else checked.source, validation_batch=_INFERENCE_BATCH,
-            callbacks=callbacks, history=self.history, progress=view, saving=saving,
+            callbacks=callbacks, history=self.history, progress=view, saving=saving, sync=self._sync.name,
         )  # fmt: skip
 
     # -- the run --------------------------------------------------------------------------------------------
@@ -306,9 +319,14 @@ class Trainer:
         self._fit, self.run_dir = fit, None if fit.archive.folder is None else fit.archive.folder.path
         settings = {
             **self._notes, "loss": self.loss_name, "metrics": [metric.name for metric in self.metrics],
-            "workers": list(self._workers), "sync": self._sync.name, "seed": self._seed, "threads": self._threads,
+            "workers": list(self._workers), "sync": self._sync.name, "sync_settings": plain_sync(self._sync),
+            "seed": self._seed, "threads": self._threads,
             "precision": self._precision, "accumulate": self._accumulate, "epochs": fit.epochs,
+            "codec": None if fit.job.codec is None else fit.job.codec.name,
         }  # fmt: skip
+        if line := self._sync.describe():
+            notes = [line, *notes]
+        notes = [*notes, *describe_tables(fit.memory.arena.spec.tables, fit.memory.arena.spec.exchange)]
         if self.run_dir is not None:
             notes = [*notes, f"run folder {self.run_dir}"]
         try:
@@ -330,7 +348,7 @@ class Trainer:
         fit.describe("interrupted" if fit.interrupts.asked else "finished", settings)
         if fit.interrupts.asked:
             self._leave(fit, saved, stopped)
-        fit.progress.end(closing_line(self.history, fit.session.control.steps - fit.start_step))
+        fit.progress.end(closing_line(self.history, fit.done - fit.start_step))
         return self.history
 
     def _leave(self, fit: Fit, saved: int | None, stopped: int) -> NoReturn:

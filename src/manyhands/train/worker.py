@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import traceback
@@ -13,17 +14,25 @@ import numpy as np
 import torch
 
 from manyhands.comm import ship
-from manyhands.comm.arena import Arena, ArenaSpec
+from manyhands.comm.arena import LEFT_OUT, Arena, ArenaSpec
 from manyhands.comm.segment import Segment
+from manyhands.core.policies import usual_ramp
 from manyhands.data.source import Source
 from manyhands.engine.channel import Channel, Message
 from manyhands.engine.local import cores
 from manyhands.errors import ChannelClosed
-from manyhands.sync.allreduce import Stepper, Stopped
+from manyhands.sync.allreduce import Role, Stepper
 from manyhands.sync.apply import Applier
+from manyhands.sync.client import Client, GivenUp
+from manyhands.sync.compress import Answer
 from manyhands.sync.optimizer_state import without_compiler
+from manyhands.sync.pulse import Stopped
+from manyhands.sync.server import Service
+from manyhands.sync.socket_client import SocketClient
+from manyhands.sync.socket_server import Codecs, Post, SocketServer
+from manyhands.sync.whole import WholeStepper
 from manyhands.train.evaluation import evaluate_batch, predict_batch
-from manyhands.train.lane import Job, LaneRunner
+from manyhands.train.lane import Job
 from manyhands.train.own_loop import Hand, LaunchJob
 from manyhands.train.stack import answer_with_stack
 
@@ -33,6 +42,8 @@ _SETUP_TIMEOUT_S = 120.0
 _SPIN_S = 200e-6
 _MESSAGE_TIMEOUT_S = 60.0  # a message that was announced must come
 _slot: int | None = None
+
+Driver = Stepper | Client | Service | SocketClient | SocketServer
 
 
 def worker_slot() -> int | None:
@@ -54,7 +65,11 @@ def main(channel: Channel) -> None:
             where["phase"] = "launch"
             _own_loop(channel, arena, job, message.body["slot"])
         else:
-            Worker(channel, arena, job, message.body["slot"]).work()
+            post = message.body["post"]
+            post = None if post is None else msgspec.convert(post, Post, strict=False)
+            worker = Worker(channel, arena, job, message.body["slot"], message.body["role"], post)
+            with contextlib.closing(worker):
+                worker.work()
     except (Stopped, ChannelClosed):
         return
     except Exception as error:
@@ -98,21 +113,64 @@ def _park(channel: Channel) -> None:
             return
 
 
+def _no_rows(step: int) -> list[int]:
+    return []
+
+
+def _driver(arena: Arena, job: Job, slot: int, role: Role, post: Post | None) -> Driver:
+    """Who takes the process through the run: by steps in common, or by updates that are brought to servers."""
+    if arena.spec.exchange and job.template is not None:
+        if post is not None and role == "worker":
+            return SocketClient(arena, slot, post, job.clips, Codecs(job.codec, job.pull_codec))
+        if post is not None:
+            assert job.policy is not None
+            codecs = Codecs(job.codec, job.pull_codec)
+            return SocketServer(arena, slot, post, job.template, job.policy, codecs, job.predict)
+        if role == "worker":
+            return Client(arena, slot, job.clips)
+        assert job.policy is not None
+        index = slot - arena.spec.slots + arena.spec.exchange
+        assert job.course is not None
+        ramp = usual_ramp(job.course.steps_per_epoch) if job.ramp is None else job.ramp
+        return Service(arena, slot, index, job.template, job.policy, job.predict, job.rates, ramp)
+    applies = job.template is not None and role != "worker"
+    applier = Applier(arena, job.template, job.clips, slot) if applies and job.template is not None else None
+    rows = _no_rows if job.course is None else functools.lru_cache(4)(job.course.lane_rows)
+    answer = Answer(arena, job.codec) if applies and job.codec is not None and LEFT_OUT in arena.spec.planes else None
+    stepper = WholeStepper if arena.spec.whole else Stepper
+    return stepper(
+        arena, slot, applier, rows, skip_bad=job.nan == "skip", spin_s=_SPIN_S, cores=cores(), role=role, mend=answer
+    )
+
+
 class Worker:
     """One worker of a Trainer."""
 
-    def __init__(self, channel: Channel, arena: Arena | None, job: Job | LaunchJob, slot: int) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        arena: Arena | None,
+        job: Job | LaunchJob,
+        slot: int,
+        role: Role = "both",
+        post: Post | None = None,
+    ) -> None:
         assert isinstance(job, Job)
         assert arena is not None
         self._channel, self._arena, self._job, self._slot = channel, arena, job, slot
         self._sources: dict[int, Source] = {}
         self._answered = arena.control.slot_value(slot, "inbox")
         job.model.train()
-        applier = None if job.template is None else Applier(arena, job.template, job.clips, slot)
-        rows = (lambda step: []) if job.course is None else job.course.lane_rows
-        self._stepper = Stepper(arena, slot, applier, rows, skip_bad=job.nan == "skip", spin_s=_SPIN_S, cores=cores())
-        self._runner = None if job.course is None else LaneRunner(arena, job, self._stepper)
+        self._stepper = _driver(arena, job, slot, role, post)
+        self._runner = None
+        if job.runner is not None and not isinstance(self._stepper, Service | SocketServer) and role != "server":
+            self._runner = job.runner(arena, job, self._stepper)
         channel.send("ready")
+
+    def close(self) -> None:
+        """Close what the driver has opened."""
+        if isinstance(self._stepper, SocketClient | SocketServer):
+            self._stepper.close()
 
     def work(self) -> None:
         """Take part in steps and answer messages until told to leave."""
@@ -122,6 +180,8 @@ class Worker:
                 continue
             try:
                 self._step()
+            except GivenUp:
+                continue
             except Stopped:
                 raise
             except Exception as error:
@@ -129,18 +189,23 @@ class Worker:
                 raise Stopped from error
 
     def _step(self) -> None:
-        assert self._runner is not None
+        runner = self._runner
+        assert not isinstance(self._stepper, Service | SocketServer)
+        if runner is not None:
+            runner.begin_step()
         while True:
-            for lane in self._stepper.lanes():
-                self._runner.run(lane)
-            if self._stepper.finish(self._runner.fetch_ahead):
+            if runner is not None:
+                for lane in self._stepper.lanes():
+                    runner.run(lane)
+            if self._stepper.finish(None if runner is None else runner.fetch_ahead):
                 return
 
     def _where(self) -> dict[str, Any]:
-        course, lane, step = self._job.course, self._arena.control.slot_value(self._slot, "lane"), self._stepper.step
-        where: dict[str, Any] = {"phase": "step", "step": step, "lane": lane}
+        assert self._runner is not None
+        course, lane, batch = self._job.course, self._arena.control.slot_value(self._slot, "lane"), self._runner.batch
+        where: dict[str, Any] = {"phase": "step", "step": batch, "lane": lane}
         if course is not None and lane >= 0:
-            where["samples"] = course.positions(self._arena.order, step, lane).tolist()
+            where["samples"] = course.positions(self._arena.order, batch, lane).tolist()
         return where
 
     def _answer(self) -> None:
@@ -176,6 +241,8 @@ class Worker:
         body, job = message.body, self._job
         source = self._sources[body["source"]]
         model = job.model.eval()
+        if self._runner is not None:
+            self._runner.before_inference()
         holders = dict(model.named_buffers())
         for entry, agreed in zip(self._arena.spec.buffers, self._arena.buffers(), strict=True):
             holders[entry.name].copy_(agreed)

@@ -1,0 +1,153 @@
+"""A worker that brings updates to servers: asks for a chunk, computes, brings what came of it, and so on.
+
+It looks like the Stepper of the synchronous step to whoever computes. What it does next is read off the words of the
+exchange: a successor of a dead worker takes up its grant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from manyhands.comm.arena import Arena
+from manyhands.sync.clip import Clip
+from manyhands.sync.loose import Loose
+from manyhands.sync.pulse import AT, BEAT, LANE, Pulse, Stopped
+
+__all__ = ["Client", "Courier", "GivenUp"]
+
+_WAIT_S = 0.1
+
+
+class GivenUp(BaseException):
+    """The chunk in progress was taken from the worker; no business of the user's code."""
+
+
+class Courier(Pulse):
+    """What every worker does that brings updates on its own, however they travel."""
+
+    def __init__(self, arena: Arena, slot: int, clips: Sequence[Clip]) -> None:
+        super().__init__(arena, slot)
+        self._arena, self._control, self._slot = arena, arena.control, slot
+        self._clips = tuple(clips)
+        self.home = slot
+        self._gradients = arena.gradients(slot)
+        self._tables = arena.tables() if arena.spec.tables else None
+        self._bad = False
+        self.step, self.span = arena.control.steps, 1
+        """The chunk, and how many from there on are ours."""
+        self.my_lanes: list[int] = []
+
+    def lanes(self) -> list[int]:
+        """The whole chunk is ours."""
+        return [0]
+
+    def begin_lane(self, lane: int) -> None:
+        """Data for the chunk is about to be fetched."""
+        self._words[LANE] = lane
+        self.enter("data")
+
+    def report(self, batch: int, lane: int, stats: Sequence[float]) -> None:
+        """The loss and the metrics of the chunk."""
+        raise NotImplementedError
+
+    def report_rows(self, pulled: int, pushed: int) -> None:
+        """Rows of tables that the chunk moved; they follow its loss and metrics."""
+        raise NotImplementedError
+
+    def fetch_rows(self, index: int, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy rows of table ``index`` to ``out``."""
+        assert self._tables is not None
+        torch.index_select(self._tables.planes[index][0], 0, ids, out=out)
+
+    @property
+    def bank(self) -> int:
+        """Which of the two banks our memory is read from, as a step."""
+        raise NotImplementedError
+
+    @property
+    def plan(self) -> int:
+        """The plan in force."""
+        return self._control.committed[1]
+
+    def end_lane(self, lane: int, *, bad: bool = False, loose: Loose | None = None) -> None:
+        """The gradient is in our place."""
+        self._bad = bad
+        self._words[LANE] = -1
+
+    @torch.no_grad()
+    def limit(self) -> None:
+        """An update is clipped before it travels: it is a step of its own."""
+        if not self._clips:
+            return
+        present = [g for g, there in zip(self._gradients, self._arena.present[self._slot], strict=True) if there]
+        if self._tables is not None:
+            present += self._tables.brought_gradients(self._slot)
+        norm = float(np.sqrt(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in present)))
+        for clip in self._clips:
+            for gradient in present:
+                clip(gradient, norm)
+
+
+class Client(Courier):
+    """One worker's end of the exchange."""
+
+    def __init__(self, arena: Arena, slot: int, clips: Sequence[Clip]) -> None:
+        super().__init__(arena, slot, clips)
+        self._exchange = arena.exchange()
+
+    def turn(self, end: int | None = None) -> Literal["step", "message", "over"]:
+        """Wait for a chunk or a message. Raises Stopped at the end of the run."""
+        control, exchange, slot = self._control, self._exchange, self._slot
+        self.enter("wait")
+        while True:
+            count = control.bell.count
+            if control.stop:
+                raise Stopped
+            if self._has_message():
+                return "message"
+            asked = int(exchange.asked[slot])
+            if exchange.granted[slot] == asked:
+                if exchange.refused[slot]:  # what was sent with it did not arrive: keep what we kept before it
+                    self._arena.carry_over(asked - 1, slot)
+                    exchange.refused[slot] = 0  # last: the bank before is written again only after this
+                if exchange.grant[slot] == 0:
+                    self._arena.carry_over(asked, slot)
+                    self._ask(0)
+                elif (exchange.delivered[:, slot] == asked).all():
+                    self.step, self.span = int(exchange.grant[slot]) - 1, int(exchange.grant_span[slot])
+                    self._words[AT] = self.step
+                    return "step"
+            control.bell.wait(count, _WAIT_S)
+            self._words[BEAT] += 1
+
+    def _ask(self, chunk: int) -> None:
+        exchange, slot = self._exchange, self._slot
+        exchange.chunk[slot], exchange.span[slot] = chunk, self.span
+        exchange.version[slot] = exchange.grant_version[slot]
+        exchange.bad[slot] = self._bad
+        exchange.asked[slot] += 1  # last: with it the request counts
+        self._control.counter.ring()
+
+    def report(self, batch: int, lane: int, stats: Sequence[float]) -> None:
+        """The loss and the metrics of the chunk."""
+        self._exchange.stats[self._slot, batch - self.step] = stats
+
+    def report_rows(self, pulled: int, pushed: int) -> None:
+        """Rows of tables that the chunk moved; they follow its loss and metrics."""
+        self._exchange.stats[self._slot, 0, -2:] = pulled, pushed
+
+    @property
+    def bank(self) -> int:
+        """Which of the two banks our memory is read from, as a step: requests alternate."""
+        return int(self._exchange.asked[self._slot])
+
+    def finish(self, meanwhile: Callable[[], None] | None = None) -> bool:
+        """Bring the update, and ask for another chunk."""
+        if self._bad:
+            self._arena.carry_over(self.bank, self._slot)
+        self._ask(self.step + 1)
+        return True
