@@ -39,6 +39,7 @@ ROWS = [
     Row(name="local-fragments", make=lambda: mh.Local(every=4, codec="int8", fragments=2), exact=True),
     Row(name="local-quorum", make=lambda: mh.Local(every=4, quorum=0.5, pace="speed"), exact=True),
     Row(name="async", make=lambda: "async", servers=1),
+    Row(name="async-ahead", make=lambda: mh.Server(policy="async", ahead=True), servers=1, lag=0.04),
     Row(name="async-2", make=lambda: mh.Server(policy="async", servers=2), servers=2),
     Row(name="async-socket", make=lambda: mh.Server(policy="async", transport="socket"), servers=1),
     Row(name="async-replicas", make=lambda: mh.Server(policy="async", replicas=1), servers=2),

@@ -36,6 +36,8 @@ QUIET = {"batch_size": BATCH, "progress": "quiet"}
     "sync, height",
     [
         ("async", 1),
+        (mh.Server(policy="async", ahead=True), 600),
+        (mh.Server(policy="plain", ahead=True), 1),
         (mh.Server(policy="async", servers=2), 600),
         (mh.Server(policy="bounded", staleness=2), 600),
         (mh.Server(policy="plain", servers=3), 1),
@@ -119,8 +121,9 @@ def test_a_paused_server_is_replaced_and_its_late_work_counts_nothing(tmp_path: 
     assert max(e["seconds"] for e in history.events if e["event"] == "recovered") <= 3.0
 
 
-def test_resize_in_mid_epoch(tmp_path: Path) -> None:
-    trainer = counting_trainer("async", workers=1)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_resize_in_mid_epoch(ahead: bool, tmp_path: Path) -> None:
+    trainer = counting_trainer(mh.Server(policy="async", ahead=ahead), workers=1)
     sizes = iter([4, 2, 3, 1])
 
     seen: set[int] = set()
@@ -138,8 +141,9 @@ def test_resize_in_mid_epoch(tmp_path: Path) -> None:
     assert len(history) == 40
 
 
-def test_what_is_too_stale_is_dropped_and_computed_again() -> None:
-    trainer = counting_trainer(mh.Server(policy=Async(oldest=0)), workers=4)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_too_stale_is_dropped_and_computed_again(ahead: bool) -> None:
+    trainer = counting_trainer(mh.Server(policy=Async(oldest=0), ahead=ahead), workers=4)
     history = trainer.fit(counting_data(), epochs=10, run_dir=False, **QUIET)
     assert effects(trainer.model) == {10.0}
     assert history.updates["dropped"] > 0

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import manyhands as mh
 from manyhands.core.policies import Bounded, Mixing, Plain
 from manyhands.errors import UsageError
+from manyhands.sync.optimizer_state import without_compiler
 from manyhands.train.strategy import resolve_sync
 
 
@@ -38,6 +41,11 @@ from manyhands.train.strategy import resolve_sync
         ({"policy": "async", "rates": 0.5}, "rates received 0.5; valid: a list"),
         ({"rates": [0.5]}, "rates and policy \"sync\": valid with policies that make steps"),
         ({"policy": "async", "replicas": 1, "rates": [0.5]}, "rates and sockets: valid"),
+        ({"policy": "async", "ahead": "yes"}, "ahead received 'yes'; valid are True, False and None"),
+        ({"policy": "bounded", "ahead": True}, 'ahead=True: valid with policy="async" or "plain", one server'),
+        ({"policy": "async", "ahead": True, "servers": 2}, "ahead=True: valid with"),
+        ({"policy": "plain", "ahead": True, "replicas": 1}, "ahead=True: valid with"),
+        ({"policy": "async", "ahead": True, "codec": "int8"}, "ahead=True: valid with"),
         ({"policy": "async", "ramp": -1}, "ramp received -1; valid is an integer of at least 0"),
         ({"policy": "async", "replicas": 1, "ramp": 5}, "ramp and sockets: valid"),
     ],
@@ -62,6 +70,32 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], complaint: str) -> 
 )
 def test_how_servers_are_reached(sync: mh.Server, sockets: bool, processes: int) -> None:
     assert (sync.sockets, sync.processes) == (sockets, processes)
+
+
+@pytest.mark.parametrize(
+    "sync, workers, ahead",
+    [
+        (mh.Server(policy="async"), 2, True),
+        (mh.Server(policy="plain"), 2, True),
+        (mh.Server(policy="async"), 1, False),
+        (mh.Server(policy="async"), 3, False),
+        (mh.Server(policy="async", staleness=1), 2, False),
+        (mh.Server(policy="async", ahead=False), 2, False),
+        (mh.Server(policy="async", ahead=True), 3, True),
+        (mh.Server(policy="bounded"), 2, False),
+        (mh.Server(policy="async", servers=2), 2, False),
+    ],
+)
+def test_workers_go_ahead_where_a_core_would_be_idle(
+    sync: mh.Server, workers: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.train.strategy.cores", lambda: 2)
+    model = nn.Linear(2, 1)
+    with without_compiler():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        state = sync.lay_out(model, optimizer, workers, lanes=1, samples=0, stats=2, ring=1)
+    assert state.arena.spec.ahead == ahead
+    state.arena.close()
 
 
 def test_mixing_is_one_word() -> None:

@@ -90,6 +90,7 @@ class ArenaSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory: list[str] = []  # planes that each lane keeps from step to step, such as what a codec left out
     memory_numbers: int = 0  # single numbers that it keeps
     exchange: int = 0  # servers to which workers bring updates one by one; lanes are then places of workers
+    ahead: bool = False  # workers have two places, and read the parameters themselves when they begin a chunk
     span: int = 1  # consecutive chunks that such an update may cover
     tables: list[Table] = []  # parameters that servers hold by row; they are not among the others
     keeps: bool = False  # a copy of the state is kept to go back to
@@ -148,6 +149,7 @@ class Arena:
         layout.take("exchange", self._exchange_shape.size_bytes if spec.exchange else 0)
         layout.take("pulls", self.plane_bytes * spec.lanes if spec.exchange else 0)
         layout.take("pulled_buffers", self.buffer_bytes * spec.lanes if spec.exchange else 0)
+        layout.take("shown", self.plane_bytes if spec.ahead else 0)
         layout.take("tables", tables_bytes(spec.tables, spec.lanes, spec.exchange))
         layout.take("memory", 2 * spec.lanes * len(spec.memory) * self.plane_bytes)
         layout.take("memory_numbers", 8 * 2 * spec.lanes * spec.memory_numbers)
@@ -199,6 +201,10 @@ class Arena:
     def pull(self, slot: int) -> torch.Tensor:
         """Bytes of the parameters as a worker has them that computes updates on its own."""
         return self.segment.bytes(self._places["pulls"] + slot * self.plane_bytes, self.plane_bytes)
+
+    def shown(self) -> torch.Tensor:
+        """Bytes of the parameters as workers are to read them, where these are not the parameters themselves."""
+        return self.segment.bytes(self._places["shown"], self.plane_bytes)
 
     def undo(self, slot: int) -> torch.Tensor:
         """Bytes of a worker's undo buffer."""

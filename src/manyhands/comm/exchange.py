@@ -11,6 +11,7 @@ words, so the successor of a dead one goes on where it stopped.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,8 @@ LOG = 1024
 STALENESS_BINS = 256
 
 _ROW = ("asked", "chunk", "span", "version", "bad", "granted", "grant", "grant_span", "grant_version", "refused")
-_ENTRY = ("stamp", "members", "number", "count")
+_ENTRY = ("stamp", "members", "more", "number", "count")
+_BITS = 64
 _COUNTS = ("applied", "dropped", "held", "doubled")
 
 
@@ -78,9 +80,10 @@ class Exchange:
         # Of a server: how many entries it has applied, and which requests it has answered with parameters.
         self.applied = take(shape.servers)
         self.delivered = take(shape.servers, shape.workers)
-        # The log: slots of the updates that make the step, as bits; number of the first chunk's place in the schedule.
+        # The log: places of the updates that make the step, as bits of two words; number of the first chunk in the
+        # schedule.
         log = take(len(_ENTRY), LOG)
-        self.stamp, self.members, self.number, self.count = log
+        self.stamp, self._members, self._more, self.number, self.count = log
         # By chunk: chunk + 1, and the entry that it is part of; -1 when it was left out on purpose.
         self.known, self.entry = take(2, shape.ring)
         self.counts = take(len(_COUNTS))
@@ -90,6 +93,20 @@ class Exchange:
         brought = shape.workers * shape.span * shape.stats
         self.stats = numbers[:brought].reshape(shape.workers, shape.span, shape.stats)
         self.rate, self.factor, self.compensation = numbers[brought:].reshape(3, LOG)
+
+    def set_members(self, at: int, places: Iterable[int]) -> None:
+        """Say whose updates make the step of the entry at ``at``."""
+        bits = sum(1 << place for place in places)
+        self._members[at], self._more[at] = (_signed(bits >> shift) for shift in (0, _BITS))
+
+    def members(self, at: int) -> list[int]:
+        """The places of the updates that make the step."""
+        bits = _unsigned(self._members[at]) | _unsigned(self._more[at]) << _BITS
+        found = []
+        while bits:
+            found.append((bits & -bits).bit_length() - 1)
+            bits &= bits - 1
+        return found
 
     def add(self, name: str) -> None:
         """Count something that happened."""
@@ -106,3 +123,13 @@ class Exchange:
         most = np.flatnonzero(self.staleness)
         worst = {"staleness_most": int(most[-1]) if most.size else 0}
         return dict(zip(_COUNTS, self.counts.tolist(), strict=True)) | behind | worst
+
+
+def _signed(bits: int) -> int:
+    """The lowest 64 bits as a word has them."""
+    bits &= (1 << _BITS) - 1
+    return bits - (1 << _BITS) if bits >> _BITS - 1 else bits
+
+
+def _unsigned(word: np.int64) -> int:
+    return int(word) & (1 << _BITS) - 1

@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from manyhands.comm.arena import Arena
+from manyhands.comm.arena import MOST_WORKERS, Arena
+from manyhands.engine.precedence import step_back
 from manyhands.sync.clip import Clip
 from manyhands.sync.loose import Loose
 from manyhands.sync.pulse import AT, BEAT, LANE, Pulse, Stopped
@@ -34,7 +35,10 @@ class Courier(Pulse):
         self._arena, self._control, self._slot = arena, arena.control, slot
         self._clips = tuple(clips)
         self.home = slot
-        self._gradients = arena.gradients(slot)
+        self.places = [slot, slot + MOST_WORKERS] if arena.spec.ahead else [slot]
+        """Where our gradients go, in turns."""
+        self.place = slot
+        self._gradients = {place: arena.gradients(place) for place in self.places}
         self._tables = arena.tables() if arena.spec.tables else None
         self._bad = False
         self.step, self.span = arena.control.steps, 1
@@ -83,7 +87,8 @@ class Courier(Pulse):
         """An update is clipped before it travels: it is a step of its own."""
         if not self._clips:
             return
-        present = [g for g, there in zip(self._gradients, self._arena.present[self._slot], strict=True) if there]
+        gradients, there = self._gradients[self.place], self._arena.present[self.place]
+        present = [gradient for gradient, present in zip(gradients, there, strict=True) if present]
         if self._tables is not None:
             present += self._tables.brought_gradients(self._slot)
         norm = float(np.sqrt(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in present)))
@@ -93,15 +98,25 @@ class Courier(Pulse):
 
 
 class Client(Courier):
-    """One worker's end of the exchange."""
+    """One worker's end of the exchange.
 
-    def __init__(self, arena: Arena, slot: int, clips: Sequence[Clip]) -> None:
+    With two places it goes ahead: while the update in one is applied, it computes into the other. It then reads the
+    parameters itself when it begins a chunk, as they are by then.
+    """
+
+    def __init__(self, arena: Arena, slot: int, clips: Sequence[Clip], predicted: bool = False) -> None:
+        """``predicted``: servers show the parameters as they will be."""
         super().__init__(arena, slot, clips)
         self._exchange = arena.exchange()
+        self._read: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if arena.spec.ahead:
+            step_back()
+            self._read = [(arena.pull(slot), arena.shown() if predicted else arena.plane(0))]
+            self._read += zip(arena.pulled_buffers(slot), arena.buffers(), strict=True)
 
     def turn(self, end: int | None = None) -> Literal["step", "message", "over"]:
         """Wait for a chunk or a message. Raises Stopped at the end of the run."""
-        control, exchange, slot = self._control, self._exchange, self._slot
+        control = self._control
         self.enter("wait")
         while True:
             count = control.bell.count
@@ -109,45 +124,60 @@ class Client(Courier):
                 raise Stopped
             if self._has_message():
                 return "message"
-            asked = int(exchange.asked[slot])
-            if exchange.granted[slot] == asked:
-                if exchange.refused[slot]:  # what was sent with it did not arrive: keep what we kept before it
-                    self._arena.carry_over(asked - 1, slot)
-                    exchange.refused[slot] = 0  # last: the bank before is written again only after this
-                if exchange.grant[slot] == 0:
-                    self._arena.carry_over(asked, slot)
-                    self._ask(0)
-                elif (exchange.delivered[:, slot] == asked).all():
-                    self.step, self.span = int(exchange.grant[slot]) - 1, int(exchange.grant_span[slot])
-                    self._words[AT] = self.step
-                    return "step"
+            if granted := [place for place in self.places if self._is_granted(place)]:
+                self._begin(min(granted, key=lambda place: self._exchange.grant[place]))
+                return "step"
             control.bell.wait(count, _WAIT_S)
             self._words[BEAT] += 1
 
-    def _ask(self, chunk: int) -> None:
-        exchange, slot = self._exchange, self._slot
-        exchange.chunk[slot], exchange.span[slot] = chunk, self.span
-        exchange.version[slot] = exchange.grant_version[slot]
-        exchange.bad[slot] = self._bad
-        exchange.asked[slot] += 1  # last: with it the request counts
+    def _is_granted(self, place: int) -> bool:
+        """Whether there is a chunk to compute into ``place``; if there was none to be had, ask for another one."""
+        exchange, asked = self._exchange, int(self._exchange.asked[place])
+        if exchange.granted[place] != asked:
+            return False
+        if exchange.refused[place]:  # what was sent with it did not arrive: keep what we kept before it
+            self._arena.carry_over(asked - 1, place)
+            exchange.refused[place] = 0  # last: the bank before is written again only after this
+        if exchange.grant[place] == 0:
+            self._arena.carry_over(asked, place)
+            self._ask(place, 0)
+            return False
+        return bool(self._read or (exchange.delivered[:, place] == asked).all())
+
+    @torch.no_grad()
+    def _begin(self, place: int) -> None:
+        exchange = self._exchange
+        self.place, self.step, self.span = place, int(exchange.grant[place]) - 1, int(exchange.grant_span[place])
+        self._words[AT] = self.step
+        if self._read:
+            exchange.grant_version[place] = exchange.applied.min()  # first: what we read is no older
+            for ours, agreed in self._read:
+                ours.copy_(agreed)
+
+    def _ask(self, place: int, chunk: int) -> None:
+        exchange = self._exchange
+        exchange.chunk[place], exchange.span[place] = chunk, self.span
+        exchange.version[place] = exchange.grant_version[place]
+        exchange.bad[place] = self._bad
+        exchange.asked[place] += 1  # last: with it the request counts
         self._control.counter.ring()
 
     def report(self, batch: int, lane: int, stats: Sequence[float]) -> None:
         """The loss and the metrics of the chunk."""
-        self._exchange.stats[self._slot, batch - self.step] = stats
+        self._exchange.stats[self.place, batch - self.step] = stats
 
     def report_rows(self, pulled: int, pushed: int) -> None:
         """Rows of tables that the chunk moved; they follow its loss and metrics."""
-        self._exchange.stats[self._slot, 0, -2:] = pulled, pushed
+        self._exchange.stats[self.place, 0, -2:] = pulled, pushed
 
     @property
     def bank(self) -> int:
         """Which of the two banks our memory is read from, as a step: requests alternate."""
-        return int(self._exchange.asked[self._slot])
+        return int(self._exchange.asked[self.place])
 
     def finish(self, meanwhile: Callable[[], None] | None = None) -> bool:
         """Bring the update, and ask for another chunk."""
         if self._bad:
-            self._arena.carry_over(self.bank, self._slot)
-        self._ask(self.step + 1)
+            self._arena.carry_over(self.bank, self.place)
+        self._ask(self.place, self.step + 1)
         return True

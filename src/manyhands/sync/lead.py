@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 
-from manyhands.comm.arena import Arena
+from manyhands.comm.arena import MOST_WORKERS, Arena
 from manyhands.comm.exchange import LOG, STALENESS_BINS
 from manyhands.core.chunks import Chunks
 from manyhands.core.lags import Lags
@@ -76,7 +76,7 @@ class Lead:
             if exchange.asked[slot] == exchange.granted[slot]:
                 run = range(int(exchange.grant[slot]) - 1, int(exchange.grant[slot] - 1 + exchange.grant_span[slot]))
             if run.start >= first and not any(self._is_known(chunk) for chunk in run):
-                self._leases.recall(run, slot, now)
+                self._leases.recall(run, _worker(slot), now)
 
     def _brought(self, slot: int) -> range:
         """The chunks of the request of ``slot``."""
@@ -113,7 +113,7 @@ class Lead:
             exchange.add("doubled")
             exchange.refused[slot] = not self._is_from(slot, chunks.start)
             for chunk in open_chunks:
-                self._leases.give_back(chunk, slot)
+                self._leases.give_back(chunk, _worker(slot))
             self._judged[slot] = request
             return True
         if exchange.bad[slot]:
@@ -136,11 +136,11 @@ class Lead:
             exchange.add("dropped")
             exchange.refused[slot] = 1
             for chunk in chunks:
-                self._leases.give_back(chunk, slot)
+                self._leases.give_back(chunk, _worker(slot))
             self._judged[slot] = request
             return True
         exchange.staleness[min(staleness, STALENESS_BINS - 1)] += 1
-        self._lags.saw(slot, staleness)
+        self._lags.saw(_worker(slot), staleness)
         self._take(slot, verdict)
         return True
 
@@ -160,13 +160,13 @@ class Lead:
         exchange, ring, at = self._exchange, self._arena.spec.ring, self._next % LOG
         group, self._group = self._group, []
         chunks = [chunk for slot in group for chunk in self._brought(slot)]
-        exchange.members[at] = np.uint64(sum(1 << slot for slot in group)).astype(np.int64)
+        exchange.set_members(at, group)
         exchange.number[at], exchange.count[at] = self._number, len(chunks)
         exchange.rate[at], exchange.factor[at], exchange.compensation[at] = together(self._verdict, len(group))
         exchange.rate[at] *= self._factor(group)
         for slot in group:
             exchange.refused[slot] = 0  # a predecessor may have judged otherwise, and said so
-            exchange.ahead[slot] = self._lags.of(slot)
+            exchange.ahead[slot] = self._lags.of(_worker(slot))
             for chunk in self._brought(slot):
                 self._keep_stats(slot, chunk)
                 exchange.entry[chunk % ring] = self._next
@@ -185,9 +185,10 @@ class Lead:
         """What the rate of a step is multiplied by; updates that make one step together take the mean."""
         if self._rates is None:
             return 1.0
-        for slot in group:
-            self._shares.came(slot)
-        return sum(factor_of(self._rates, slot, self._shares.of(slot)) for slot in group) / len(group)
+        workers = [_worker(slot) for slot in group]
+        for worker in workers:
+            self._shares.came(worker)
+        return sum(factor_of(self._rates, worker, self._shares.of(worker)) for worker in workers) / len(group)
 
     def _keep_stats(self, slot: int, chunk: int) -> None:
         within = chunk - self._brought(slot).start
@@ -205,7 +206,7 @@ class Lead:
         entry = int(exchange.entry[at])
         if exchange.known[at] != chunk + 1 or entry < 0 or exchange.stamp[entry % LOG] != entry + 1:
             return False
-        return bool(int(exchange.members[entry % LOG]) >> slot & 1)
+        return slot in exchange.members(entry % LOG)
 
     def _anybody_computes(self) -> bool:
         exchange = self._exchange
@@ -258,23 +259,27 @@ class Lead:
             return
         self._plan = newest
         owners = control.lane_owner(control.proposed)
-        self._workers = max(int((owners >= 0).sum()), 1)
+        self._workers = max(len(set(owners.tolist()) - {-1}), 1)
         for slot in np.flatnonzero((owners < 0) & (exchange.grant > 0) & (exchange.asked == exchange.granted)).tolist():
-            self._leases.gone(slot)
+            self._leases.gone(_worker(slot))
             self._pace.gone(slot)
             exchange.grant[slot] = 0
 
-    def grant(self) -> bool:
-        """Give chunks to those who want one and whose update is done with."""
+    @property
+    def resting(self) -> bool:
+        """Whether the run rests: the caller may change the parameters meanwhile, which is no step."""
+        return self._control.held == self._control.steps + 1
+
+    def grant(self, resting: bool) -> bool:
+        """Give chunks to those who want one and whose update is done with, unless the run was seen resting."""
         control, exchange, leases = self._control, self._exchange, self._leases
         wanting = np.flatnonzero((exchange.asked != exchange.granted) & (exchange.asked == self._judged)).tolist()
         self.somebody_waits = False
         if not wanting:
             return False
         now, done = time.monotonic(), False
-        resting = control.held == control.steps + 1
         if resting:
-            self._rested = self._next  # the caller may change the parameters meanwhile, which is no step
+            self._rested = self._next
         leases.horizon = max(control.horizon, leases.frontier)
         applied = int(exchange.applied.min())
         for slot in wanting:
@@ -282,7 +287,9 @@ class Lead:
             if chunk >= 0 and self._is_in_log(chunk, applied):
                 continue  # a server still reads its gradient
             self._time(slot, now)
-            chosen = None if resting or self._is_crowded(now) else leases.lease_run(slot, now, self._pace.share(slot))
+            chosen = None
+            if not resting and not self._is_crowded(now):
+                chosen = leases.lease_run(_worker(slot), now, self._pace.share(slot))
             if chosen is None:
                 self.somebody_waits = bool(leases.outstanding)
                 continue
@@ -316,3 +323,8 @@ class Lead:
                 self._pace.measured(slot, int(self._exchange.span[slot]), now - since)
             usual = self._leases.speculate_after_s or _USUAL_S
             self._leases.speculate_after_s = usual + (2 * (now - since) - usual) / 8
+
+
+def _worker(place: int) -> int:
+    """Whose place it is; a worker may have two."""
+    return place % MOST_WORKERS

@@ -18,6 +18,7 @@ from manyhands.comm.exchange import LOG
 from manyhands.core.placement import place_units
 from manyhands.core.policies import Mixing, Policy
 from manyhands.core.rates import Rates
+from manyhands.engine.precedence import go_first
 from manyhands.sync.apply import Applier, Mend
 from manyhands.sync.lead import Lead
 from manyhands.sync.mixing import mix_with
@@ -64,12 +65,16 @@ class Service(Pulse):
         self._rows = RowApplier(arena, index, template, self.beat) if arena.spec.tables else None
         reach = momentum_reach(template) if predict else 0.0
         # Who serves alone writes what a worker gets while it applies that worker's update, from the cache.
-        self._alone = arena.spec.exchange == 1 and not self._mixes
+        self._alone = arena.spec.exchange == 1 and not self._mixes and not arena.spec.ahead
+        self._window = _Window(arena, self._applier, self._runs) if arena.spec.ahead and reach else None
         self._desks: dict[tuple[int, tuple[int, int]], _Desk] = {}
         self._prepared: dict[int, tuple[int, float]] = {}
-        self._prediction = Prediction(arena, self._runs) if reach and not self._alone else None
+        own = reach and not self._alone and not arena.spec.ahead
+        self._prediction = Prediction(arena, self._runs) if own else None
         self._lead = Lead(arena, policy, reach, rates, ramp) if index == 0 else None
         self.step = arena.control.steps
+        if arena.spec.ahead:
+            go_first()
 
     def turn(self, end: int | None = None) -> Literal["step", "message", "over"]:
         """Serve. Returns when there is a message; raises Stopped at the end of the run."""
@@ -99,8 +104,14 @@ class Service(Pulse):
                 self._control.counter.ring()  # the lead waits until everybody has applied an entry
             if self._lead is not None:
                 done = self._lead.settle() or done
-                done = self._lead.grant() or done
-            done = self._deliver() or applied or done
+                resting = self._lead.resting
+                if self._window is not None:
+                    self._window.look(resting)
+                granted = self._lead.grant(resting)
+                done = granted or done
+                if granted and self._arena.spec.ahead:
+                    self._control.bell.ring()
+            done = (not self._arena.spec.ahead and self._deliver()) or applied or done
             if not (applied and self._is_behind(int(self._exchange.applied[self._index]))):
                 return done
 
@@ -122,7 +133,7 @@ class Service(Pulse):
     def _apply(self, number: int) -> None:
         """Apply one entry to our units; those that a predecessor has finished bear its stamp."""
         exchange, control, at = self._exchange, self._control, number % LOG
-        members = _slots(int(exchange.members[at]))
+        members = exchange.members(at)
         row = self._arena.hyper[int(exchange.number[at]) % self._arena.spec.ring]
         if exchange.rate[at] != 1:
             row = row.copy()
@@ -141,7 +152,9 @@ class Service(Pulse):
             if self._prediction is not None:
                 self._prediction.keep(run)
             self._applier.apply(run, members, number, 0.0, mend)
-            if self._alone:
+            if self._window is not None:
+                self._window.write(run, float(exchange.ahead[members[-1]]))
+            elif self._alone:
                 for slot in members:
                     self._desk(slot, run).write(float(exchange.ahead[slot]))
             self.beat()
@@ -180,7 +193,7 @@ class Service(Pulse):
 
     def _desk(self, slot: int, run: tuple[int, int]) -> _Desk:
         if (slot, run) not in self._desks:
-            self._desks[slot, run] = _Desk(self._arena, self._applier, slot, run)
+            self._desks[slot, run] = _Desk(self._arena, self._applier, self._arena.pull(slot), run)
         return self._desks[slot, run]
 
     def _hand_over(self, slot: int) -> None:
@@ -196,14 +209,14 @@ class Service(Pulse):
 
 
 class _Desk:
-    """Where a worker finds the parameters of one run of units."""
+    """Where workers find the parameters of one run of units."""
 
-    def __init__(self, arena: Arena, applier: Applier, slot: int, run: tuple[int, int]) -> None:
+    def __init__(self, arena: Arena, applier: Applier, place: torch.Tensor, run: tuple[int, int]) -> None:
         first, last = arena.spec.units[run[0]], arena.spec.units[run[1] - 1]
         part, dtype = slice(first.start, last.stop), dtype_of(arena.spec.parameters[first.parameter].dtype)
         saved = applier.saved(run)
         assert saved is not None
-        self._live, self._place = (plane[part].view(dtype) for plane in (arena.plane(0), arena.pull(slot)))
+        self._live, self._place = (plane[part].view(dtype) for plane in (arena.plane(0), place))
         self._earlier = saved.view(dtype)
 
     @torch.no_grad()
@@ -213,6 +226,28 @@ class _Desk:
             torch.lerp(self._earlier, self._live, 1 + ahead, out=self._place)
         else:
             self._place.copy_(self._live)
+
+
+class _Window:
+    """Where all workers read the parameters, as they will be when an update that begins now arrives.
+
+    A worker reads while we write. Each number is written once, so what it reads is a mixture of two steps in a row.
+    """
+
+    def __init__(self, arena: Arena, applier: Applier, runs: list[tuple[int, int]]) -> None:
+        self._live, self._shown = arena.plane(0), arena.shown()
+        self._desks = {run: _Desk(arena, applier, self._shown, run) for run in runs}
+        self._outdated = True  # what a predecessor was writing is not known
+
+    def look(self, resting: bool) -> None:
+        """Before chunks are granted: at a rest the caller may have changed the parameters."""
+        if self._outdated and not resting:
+            self._shown.copy_(self._live)
+        self._outdated = resting
+
+    def write(self, run: tuple[int, int], ahead: float) -> None:
+        """The run was just applied."""
+        self._desks[run].write(ahead)
 
 
 class _Mend:
@@ -229,8 +264,3 @@ class _Mend:
             part = slice(start, start + gradient.nbytes)
             moved = self._live[part].view(gradient.dtype) - self._read[part].view(gradient.dtype)
             gradient.addcmul_(gradient * gradient, moved, value=self._compensation)
-
-
-def _slots(members: int) -> list[int]:
-    """The numbers of the bits that are set."""
-    return [slot for slot in range(64) if members >> slot & 1]

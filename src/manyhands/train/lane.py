@@ -86,9 +86,10 @@ class LaneRunner:
         self._source_draws = not isinstance(job.source, ColumnSource)  # it runs user code, which may draw numbers
         self._data_stream, self._lane_stream = stream_seed(job.seed, "data"), stream_seed(job.seed, "lane")
         self._ahead: dict[tuple[int, int], Batch] = {}
-        self._home = stepper.home  # of the gradient, where it is not that of a lane
-        fetch = stepper.fetch_rows if isinstance(stepper, Courier) else None
-        self._replica = Replica(arena, job.model, ours=True, home=stepper.home, fetch=fetch)
+        self._home = stepper.home  # of the parameters, where they are our own
+        courier = stepper if isinstance(stepper, Courier) else None
+        fetch, places = (courier.fetch_rows, courier.places) if courier is not None else (None, None)
+        self._replica = Replica(arena, job.model, ours=True, home=stepper.home, places=places, fetch=fetch)
         encodes = job.codec is not None and not stepper.encodes
         self._compressor = Compressor(arena, job.codec, stepper.slot) if encodes and job.codec is not None else None
         self.batch = 0
@@ -108,7 +109,7 @@ class LaneRunner:
         """Compute the lane in the stepper's step and stamp it."""
         step, stepper = self._stepper.step, self._stepper
         stepper.begin_lane(lane)
-        home = lane if self._home is None else self._home
+        home = stepper.place if isinstance(stepper, Courier) else lane
         self._replica.begin(home)
         try:
             bad = not self._run_batch(step, lane, self._course.batch_rows(step))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from manyhands.comm.arena import Arena
+from manyhands.comm.arena import MOST_WORKERS, Arena
 from manyhands.comm.control import BANKS
 from manyhands.core import placement
 from manyhands.core.membership import Membership
@@ -33,9 +33,10 @@ class Plans:
     cores: int = field(default_factory=cores)
 
     def _lanes_of_seats(self) -> list[int]:
-        """Where workers bring updates on their own, each seat is its own lane."""
+        """Where workers bring updates on their own, each seat has its own lane, or two."""
         active = set(self.membership.active)
-        return [slot if slot in active else _NOBODY for slot in range(self.arena.spec.lanes)]
+        seats = [lane % MOST_WORKERS for lane in range(self.arena.spec.lanes)]
+        return [seat if seat in active else _NOBODY for seat in seats]
 
     def _holders(self) -> dict[int, float]:
         """Who may hold units, with their speeds."""

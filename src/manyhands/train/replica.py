@@ -24,12 +24,20 @@ class Replica:
     """A model whose trained parameters are views of the arena."""
 
     def __init__(
-        self, arena: Arena, model: nn.Module, *, ours: bool, home: int | None = None, fetch: FetchRows | None = None
+        self,
+        arena: Arena,
+        model: nn.Module,
+        *,
+        ours: bool,
+        home: int | None = None,
+        places: Sequence[int] | None = None,
+        fetch: FetchRows | None = None,
     ) -> None:
-        """``ours``: nobody else sees this copy, so its layers may be changed. ``home``: the place of a worker that
-        computes with parameters of its own; its gradients go there. ``fetch``: how it gets rows of tables."""
+        """``ours``: nobody else sees this copy, so its layers may be changed. ``home``: where a worker has its
+        parameters that computes with its own. ``places``: where its gradients go, if not there. ``fetch``: how it gets
+        rows of tables."""
         self._arena = arena
-        lanes = range(arena.spec.lanes) if home is None else [home]
+        lanes = range(arena.spec.lanes) if home is None else places or [home]
         self._agreed = arena.buffers() if home is None else arena.pulled_buffers(home)
         self._lane_buffers = {lane: arena.buffers(lane) for lane in lanes}
         self._gradients = {lane: arena.gradients(lane) for lane in lanes}

@@ -68,6 +68,8 @@ class Needs:
     """Workers bring them updates one by one, each in a lane of its own."""
     parts: int | None = None
     """Into how many the parameters are cut then, if not one for each server."""
+    ahead: bool = False
+    """A worker has two lanes there, and computes into one while the other is applied."""
     span: int = 1
     """How many batches an update has, at most."""
     by_row: bool = True
@@ -132,10 +134,11 @@ class ModelState:
             memory=list(needs.memory),
             memory_numbers=needs.memory_numbers,
             exchange=(needs.parts or needs.servers) if exchange else 0,
+            ahead=needs.ahead and not tables,
             span=needs.span,
             tables=[table for table, _ in tables],
             hyper=max(len(self.template.hyper) if self.template else 0, needs.hyper),
-            lanes=MOST_WORKERS if exchange else lanes,
+            lanes=MOST_WORKERS * (1 + needs.ahead) if exchange else lanes,
             samples=samples,
             stats=stats + (2 if tables else 0),  # of every chunk: rows pulled, rows pushed
             ring=ring,

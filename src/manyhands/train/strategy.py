@@ -14,8 +14,9 @@ from torch import nn
 from manyhands.comm.arena import MOST_SERVERS, MOST_WORKERS
 from manyhands.comm.codecs import Codec, resolve_codec
 from manyhands.core.lateness import Lateness
-from manyhands.core.policies import POLICIES, Mixing, Policy, compensates, make_policy
+from manyhands.core.policies import POLICIES, Async, Mixing, Plain, Policy, compensates, make_policy
 from manyhands.core.rates import Rates, check_rates
+from manyhands.engine.local import cores
 from manyhands.errors import UsageError, unknown_name
 from manyhands.sync.clip import Clip
 from manyhands.sync.compress import memory_of
@@ -158,6 +159,10 @@ class Server:
     predict: bool | None = None
     """Whether a worker is given the parameters as they will probably be when its update arrives, where the optimizer
     has momentum to tell it by. None: with ``async`` and ``bounded``."""
+    ahead: bool | None = None
+    """Whether a worker begins its next batch while its last update is still being applied: it never waits, and its
+    updates come one step later. None: with ``async`` and ``plain``, where there is a core for every one of several
+    workers."""
     rates: Rates | None = None
     """What the learning rate is multiplied by in a step with a worker's update: a list by the number of the worker, or
     a function of (worker, its share of the updates of late)."""
@@ -182,8 +187,13 @@ class Server:
             raise UsageError(f"servers received {self.servers!r}; valid is an integer from 1 to {MOST_SERVERS}")
         if isinstance(self.replicas, bool) or self.replicas not in (0, 1):
             raise UsageError(f"replicas received {self.replicas!r}; valid are 0 and 1")
-        if self.predict not in (None, False, True):
-            raise UsageError(f"predict received {self.predict!r}; valid are True, False and None")
+        for word in ("predict", "ahead"):
+            if getattr(self, word) not in (None, False, True):
+                raise UsageError(f"{word} received {getattr(self, word)!r}; valid are True, False and None")
+        if self.ahead and not self._may_go_ahead:
+            raise UsageError(
+                'ahead=True: valid with policy="async" or "plain", one server, transport="arena" and no codec'
+            )
         if self.predict and not self.exchange:
             raise UsageError('predict=True and policy "sync": nothing is ever behind; take policy="async"')
         if self.ramp is not None and (isinstance(self.ramp, bool) or not isinstance(self.ramp, int) or self.ramp < 0):
@@ -264,6 +274,18 @@ class Server:
         return rule.every if isinstance(rule, Mixing) else 1
 
     @property
+    def _may_go_ahead(self) -> bool:
+        """Whether nothing is held back, and nobody needs to know what a worker has read."""
+        alone = self.servers == 1 and not self.sockets and self.codec is None
+        return alone and isinstance(self.rule, (Async, Plain))
+
+    def _goes_ahead(self, workers: int) -> bool:
+        """Where there are fewer cores than workers, none is idle because its worker waits; where nothing may be old,
+        or there is only one worker, going ahead would make old what is not."""
+        tolerant = self._may_go_ahead and getattr(self.rule, "oldest", None) is None
+        return tolerant and 2 <= workers <= cores()
+
+    @property
     def _by_row(self) -> bool:
         """Whether tables are held by row. To compensate, a server over sockets would have to know the rows as each
         worker has read them; there tables are held whole."""
@@ -293,6 +315,7 @@ class Server:
             exchange=self.exchange,
             parts=self.servers,
             by_row=self._by_row,
+            ahead=self._goes_ahead(workers) if self.ahead is None else self.ahead,
         )
         return ModelState(model, optimizer, needs, **shape)
 
