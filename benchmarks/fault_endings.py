@@ -112,13 +112,14 @@ def once(name: str, after_s: float, grace_s: float, folder: Path) -> tuple[str, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--times", type=int, default=100, help="how often each")
+    parser.add_argument("--signals", default=",".join(SIGNALS), help=f"some of: {', '.join(SIGNALS)}")
     parser.add_argument("--longest", type=float, default=5.0, help="the latest moment, in seconds after torch is there")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds after which nothing may be left")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     dice, wrong = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
-        for name in SIGNALS:
+        for name in options.signals.split(","):
             endings: Counter[str] = Counter()
             left: list[str] = []
             seconds: list[float] = []

@@ -48,6 +48,11 @@ def counting_trainer(sync: object, workers: int = 3, height: int = 1, **more: ob
     return mh.Trainer(model, loss=added_up, optimizer=plain, workers=workers, sync=sync, **more)
 
 
+def worker_pids(trainer: mh.Trainer) -> list[int]:
+    """Of the workers that live."""
+    return [pid for name, pid in trainer.pids.items() if name.startswith("worker")]
+
+
 def effects(model: nn.Module) -> set[float]:
     """How often samples had an effect: the different counts there are. ``{3.0}``: every sample three times."""
     weight = next(model.parameters()).detach()

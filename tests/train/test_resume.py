@@ -56,6 +56,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, mh.Histo
     return folder, digest, history
 
 
+@pytest.mark.parametrize("sync, span", [("allreduce", 1), ("async", 1), (mh.Local(every=4), 4)])
+def test_checkpoints_by_steps_are_of_just_these_steps(sync: object, span: int, tmp_path: Path) -> None:
+    """However fast the steps are, the workers rest there. Some may be missing: a newer one replaces one that waits."""
+    x, y = X.repeat(20, 1)[:800], Y.repeat(20)[:800]
+    trainer = mh.Trainer(mlp(), optimizer="sgd", workers=2, sync=sync)
+    options = {"checkpoint_every_steps": 7, "keep": 1000, "batch_size": 10, "progress": "quiet"}
+    trainer.fit((x, y), epochs=2, run_dir=tmp_path, **options)
+    steps = CheckpointStore(tmp_path / "checkpoints").steps()
+    assert len(steps) >= 3 and steps[-1] == 160
+    apart = -(-7 // span) * span
+    assert all(step % apart == 0 for step in steps[:-1])
+
+
 def test_a_run_leaves_its_settings_events_ledger_and_checkpoints(whole: tuple[Path, str, mh.History]) -> None:
     folder, _, history = whole
     settings = json.loads((folder / "run.json").read_text())

@@ -5,6 +5,7 @@ Trouble with the disk is told, never raised: training goes on.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -81,8 +82,14 @@ class Archive:
         if self._saver is None or steps <= self._last_save_step:
             return False
         by_time = self._saving.every_s is not None and time.monotonic() - self._last_save_s >= self._saving.every_s
-        by_steps = self._saving.every_steps is not None and steps - self._last_save_step >= self._saving.every_steps
-        return by_time or by_steps
+        return by_time or steps >= self.next_due
+
+    @property
+    def next_due(self) -> int:
+        """The step at which a checkpoint should be written, where they are counted by steps; else never."""
+        if self._saver is None or self._saving.every_steps is None:
+            return sys.maxsize
+        return self._last_save_step + self._saving.every_steps
 
     def wants_last(self, steps: int) -> bool:
         """Whether the end of a run should be saved."""

@@ -218,6 +218,7 @@ class Fit:
         """Let the workers run towards ``end`` until it is time to look at something else."""
         while not self.stop_reason and not self.interrupts.asked and not self.archive.due(self.done):
             horizon = self.course.round_of(min(end, self._consumed + replay_steps(self.session.arena)))
+            horizon = min(horizon, self.course.rounds_to(self.archive.next_due))
             for upto in (min(horizon, self.session.control.steps + _FIRST_STEPS), horizon):
                 self._allow(upto)
             if end < self.epochs * self.course.steps_per_epoch:

@@ -73,6 +73,10 @@ class Course:
         epoch, within = divmod(batch, self.steps_per_epoch)
         return epoch * self.rounds_per_epoch + within // self.every
 
+    def rounds_to(self, batch: int) -> int:
+        """How many rounds it takes until ``batch`` batches are done."""
+        return self.round_of(batch) + (self.done(self.round_of(batch)) < batch)
+
     def batches(self, number: int) -> range:
         """The batches of a round."""
         return range(self.done(number), self.done(number + 1))
