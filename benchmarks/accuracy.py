@@ -2,8 +2,9 @@
 
     python -m benchmarks.accuracy --seeds 3 --models mlp,cnn
 
-Four workers; the recipes of `manyhands recipes` with their own optimizer, rate and batch, and the same schedule for
-all: with none the last few steps decide by chance. The files of MNIST are found as the recipes find them.
+Four workers unless said otherwise; the recipes of `manyhands recipes` with their own optimizer, rate and batch, and the
+same schedule for all: with none the last few steps decide by chance. The files of MNIST are found as the recipes find
+them.
 """
 
 import argparse
@@ -29,14 +30,14 @@ SYNCS: dict[str, Any] = {
 }
 
 
-def measure(model: str, sync: str, seed: int, schedule: str | None, epochs: int | None) -> float:
+def measure(model: str, sync: str, seed: int, schedule: str | None, epochs: int | None, workers: int) -> float:
     recipe = RECIPES[model]()
     torch.manual_seed(seed)
     net = recipe.model()
     data = recipe.data()
     optimizer = recipe.optimizer(net.parameters())
     trainer = mh.Trainer(
-        net, recipe.loss, optimizer, recipe.metrics, workers=WORKERS, sync=SYNCS[sync], seed=seed, schedule=schedule
+        net, recipe.loss, optimizer, recipe.metrics, workers=workers, sync=SYNCS[sync], seed=seed, schedule=schedule
     )
     trainer.fit(
         data.train, epochs=epochs or recipe.epochs, batch_size=recipe.batch_size, run_dir=False, progress="quiet"
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--models", default=",".join(RECIPES))
     parser.add_argument("--syncs", default=",".join(SYNCS))
+    parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--epochs", type=int, help="the recipe's, unless given")
     parser.add_argument("--schedule", default="cosine", choices=["cosine", "none"])
     options = parser.parse_args()
@@ -57,7 +59,7 @@ def main() -> None:
         reached: dict[str, list[float]] = {sync: [] for sync in options.syncs.split(",")}
         for seed in range(options.seeds):
             for sync, values in reached.items():
-                values.append(measure(model, sync, seed, schedule, options.epochs))
+                values.append(measure(model, sync, seed, schedule, options.epochs, options.workers))
                 print(f"{model} · seed {seed} · {sync}: {values[-1]:.2f} %", flush=True)
         best = statistics.mean(reached["allreduce"])
         rows = [
@@ -71,6 +73,7 @@ def main() -> None:
         ]
         headers = ["way of agreeing", "test accuracy, %", "mean", "against all-reduce, points"]
         name = f"accuracy {model}" + " without schedule" * (schedule is None)
+        name += f" {options.workers} workers" * (options.workers != WORKERS)
         write_block(name, markdown(headers, rows), module="accuracy")
 
 

@@ -130,7 +130,9 @@ class Scene:
     trainer: dict[str, Any] = field(default_factory=dict)
     fit: dict[str, Any] = field(default_factory=dict)
 
-    def run(self, workers: int, disturb: Callable[[mh.Trainer], None] | None = None, **fit: Any) -> Outcome:
+    def run(
+        self, workers: int | tuple[int, int], disturb: Callable[[mh.Trainer], None] | None = None, **fit: Any
+    ) -> Outcome:
         """Fit. ``disturb`` runs in a thread of its own, from the first committed step on."""
         model = self.make_model()
         trainer = mh.Trainer(model, optimizer=self.optimizer, workers=workers, **self.trainer)

@@ -72,6 +72,30 @@ def test_more_workers_than_lanes_and_a_range() -> None:
         trainer.resize(0)
 
 
+class Late(Mlp):
+    """Takes a second to arrive in any worker but the first."""
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        if mh.worker_slot():
+            time.sleep(1.0)
+        super().__setstate__(state)
+
+
+def test_a_range_begins_with_the_fewest_and_the_others_join() -> None:
+    scene, ready = Scene(Late), list[int]()
+
+    def look(state: mh.State) -> None:
+        found = [event["event"] for event in state.history.events].count("worker_ready")
+        ready.append(found)
+        if state.step == 1:
+            wait_until(lambda: len([e for e in state.history.events if e["event"] == "worker_ready"]) == 3, 20)
+
+    outcome = scene.run((1, 3), callbacks=[mh.Lambda(on_step_end=look)])
+    assert (ready[0], ready[-1]) == (1, 3)
+    assert {event["workers"] for event in outcome.events("plan")} >= {1, 3}
+    assert outcome.digest == scene.run(2).digest
+
+
 def test_resize_while_workers_start() -> None:
     """A process that is told to go before it listens goes all the same."""
     scene, done = Scene(data=table(3200)), []

@@ -43,14 +43,15 @@ class Session:
         self,
         arena: Arena,
         job: object,
-        workers: int,
+        workers: int | tuple[int, int],
         limits: Limits | None = None,
         places: Mapping[int, ship.Place] | None = None,
         servers: int = 0,
         replicas: int | None = None,
         lateness: Lateness | None = None,
     ) -> None:
-        """``places``: where tensors of the job lie in the arena already. Servers have the last slots of the arena.
+        """``workers``: how many; of a pair, the first is how many must be ready for the run to begin.
+        ``places``: where tensors of the job lie in the arena already. Servers have the last slots of the arena.
         ``replicas``: how many servers have a copy of each part; None: servers share the arena with the workers.
         ``lateness``: who counts as late."""
         self.arena, self.control = arena, arena.control
@@ -59,9 +60,10 @@ class Session:
         self._spec = msgspec.to_builtins(arena.spec)
         self._parcel = ship.pack(job, "the model, loss, metric or data set", places)
         seats = arena.spec.slots - servers
+        self._least, most = (workers, workers) if isinstance(workers, int) else workers
         self.supervisor = Supervisor(
             arena=arena,
-            membership=Membership(target=workers, slots=seats),
+            membership=Membership(target=most, slots=seats),
             servers=Membership(target=servers, slots=servers, first=seats, role="server") if servers else None,
             setup=self._set_up,
             on_event=_ignore,
@@ -115,7 +117,7 @@ class Session:
             self._coordination.gone(slot)
 
     def start(self, step: int, timeout_s: float = 180.0) -> None:
-        """Start the workers and make the first plan; returns when all of them are ready."""
+        """Start the workers and make the first plan; returns when as many are ready as the run needs to begin."""
         self.control.horizon = step
         self.control.held = step + 1
         self.control.commit(step, 0)
@@ -126,16 +128,18 @@ class Session:
             self._coordination.start(step)
         self.supervisor.start()
         deadline = time.monotonic() + timeout_s
-        teams = [team for team in (self.supervisor.membership, self.supervisor.servers) if team is not None]
+        workers, servers = self.supervisor.membership, self.supervisor.servers
         while self.control.committed[1] == 0:
             self.check()
-            late = [team for team in teams if len(team.active) < team.target]
+            needed = [(workers, min(self._least, workers.target))]
+            needed += [] if servers is None else [(servers, servers.target)]
+            late = [(team, count) for team, count in needed if len(team.active) < count]
             if not late:
                 self.supervisor.ask(lambda: self._first_plan(step))
             elif time.monotonic() > deadline:
+                team, count = late[0]
                 raise EngineError(
-                    f"{late[0].target - len(late[0].active)} of {late[0].target} {late[0].role}s were not ready after "
-                    f"{timeout_s:.0f} s"
+                    f"{count - len(team.active)} of {count} {team.role}s were not ready after {timeout_s:.0f} s"
                 )
             time.sleep(0.001)
 

@@ -301,7 +301,7 @@ class Trainer:
             schedule.keys = memory.hyper
             job = self._job(source=adapted.source, course=course, **self._sync.job(memory, self._clips))
             session = Session(
-                memory.arena, job, self._workers[1], self._limits, memory.places, servers=self._sync.processes,
+                memory.arena, job, self._workers, self._limits, memory.places, servers=self._sync.processes,
                 replicas=self._sync.replicas if self._sync.sockets else None, lateness=self._sync.lateness,
             )  # fmt: skip
         except BaseException:
