@@ -43,7 +43,7 @@ class Desk:
         stamped = self.exchange.stamp.max()
         self.exchange.applied[0] = max(int(stamped), int(self.exchange.applied[0]))
         self.lead.settle()
-        self.lead.grant()
+        self.lead.grant(self.lead.resting)
 
     def ask(self, slot: int, chunk: int) -> None:
         self.exchange.chunk[slot], self.exchange.span[slot] = chunk, self.exchange.grant_span[slot]
