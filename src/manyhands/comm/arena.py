@@ -149,7 +149,7 @@ class Arena:
         layout.take("exchange", self._exchange_shape.size_bytes if spec.exchange else 0)
         layout.take("pulls", self.plane_bytes * spec.lanes if spec.exchange else 0)
         layout.take("pulled_buffers", self.buffer_bytes * spec.lanes if spec.exchange else 0)
-        layout.take("shown", self.plane_bytes if spec.ahead else 0)
+        layout.take("shown", self.plane_bytes * self._exchange_shape.windows if spec.ahead else 0)
         layout.take("tables", tables_bytes(spec.tables, spec.lanes, spec.exchange))
         layout.take("memory", 2 * spec.lanes * len(spec.memory) * self.plane_bytes)
         layout.take("memory_numbers", 8 * 2 * spec.lanes * spec.memory_numbers)
@@ -202,9 +202,9 @@ class Arena:
         """Bytes of the parameters as a worker has them that computes updates on its own."""
         return self.segment.bytes(self._places["pulls"] + slot * self.plane_bytes, self.plane_bytes)
 
-    def shown(self) -> torch.Tensor:
-        """Bytes of the parameters as workers are to read them, where these are not the parameters themselves."""
-        return self.segment.bytes(self._places["shown"], self.plane_bytes)
+    def shown(self, window: int) -> torch.Tensor:
+        """Bytes of the parameters as workers are to read them who read them themselves."""
+        return self.segment.bytes(self._places["shown"] + window * self.plane_bytes, self.plane_bytes)
 
     def undo(self, slot: int) -> torch.Tensor:
         """Bytes of a worker's undo buffer."""
@@ -285,6 +285,10 @@ class Arena:
     def pulled(self, slot: int) -> list[torch.Tensor]:
         """The same in the shapes of the parameters."""
         return [self._entry(self._places["pulls"] + slot * self.plane_bytes, e) for e in self.spec.parameters]
+
+    def shown_parameters(self, window: int) -> list[torch.Tensor]:
+        """The parameters in a window, in their shapes."""
+        return [self._entry(self._places["shown"] + window * self.plane_bytes, e) for e in self.spec.parameters]
 
     def pulled_buffers(self, slot: int) -> list[torch.Tensor]:
         """The buffers that such a worker starts from."""

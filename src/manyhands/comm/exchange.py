@@ -24,7 +24,19 @@ LOG = 1024
 """Entries that the log keeps. No server is ever that far behind: nobody asks again before it has an answer."""
 STALENESS_BINS = 256
 
-_ROW = ("asked", "chunk", "span", "version", "bad", "granted", "grant", "grant_span", "grant_version", "refused")
+_ROW = (
+    "asked",
+    "chunk",
+    "span",
+    "version",
+    "bad",
+    "granted",
+    "grant",
+    "grant_span",
+    "grant_version",
+    "refused",
+    "reading",
+)
 _ENTRY = ("stamp", "members", "more", "number", "count")
 _BITS = 64
 _COUNTS = ("applied", "dropped", "held", "doubled")
@@ -42,10 +54,15 @@ class ExchangeShape:
     """Consecutive chunks that an update may cover."""
 
     @property
+    def windows(self) -> int:
+        """Places in which servers may show the parameters: one for each who reads, the newest, and one to write."""
+        return self.workers + 2
+
+    @property
     def words(self) -> int:
         per_server = 1 + self.workers
         return (
-            self.workers * len(_ROW) + self.servers * per_server + LOG * len(_ENTRY) + 2 * self.ring
+            self.workers * len(_ROW) + self.servers * per_server + LOG * len(_ENTRY) + 2 * self.ring + 1 + self.windows
             + len(_COUNTS) + STALENESS_BINS
         )  # fmt: skip
 
@@ -74,9 +91,13 @@ class Exchange:
         self.asked, self.chunk, self.span, self.version, self.bad = rows[:5]
         """Number of the request; chunk + 1 that it brings (0: none), how many chunks from there on, and the version
         that was computed with; whether the loss was not finite. Every request asks for another chunk."""
-        self.granted, self.grant, self.grant_span, self.grant_version, self.refused = rows[5:]
+        self.granted, self.grant, self.grant_span, self.grant_version, self.refused = rows[5:10]
         """Number of the request that was answered; chunk + 1 to compute and how many; the version to compute with;
         whether the update of that request came to nothing, until its worker has taken note."""
+        self.reading = rows[10]
+        """Window + 1 whose parameters the worker computes with, where it reads them itself; 0: none."""
+        self._newest, self.shown_version = take(1), take(shape.windows)
+        """The window to read, and the versions of all."""
         # Of a server: how many entries it has applied, and which requests it has answered with parameters.
         self.applied = take(shape.servers)
         self.delivered = take(shape.servers, shape.workers)
@@ -93,6 +114,15 @@ class Exchange:
         brought = shape.workers * shape.span * shape.stats
         self.stats = numbers[:brought].reshape(shape.workers, shape.span, shape.stats)
         self.rate, self.factor, self.compensation = numbers[brought:].reshape(3, LOG)
+
+    @property
+    def newest(self) -> int:
+        """The window whose parameters are the newest."""
+        return int(self._newest[0])
+
+    @newest.setter
+    def newest(self, window: int) -> None:
+        self._newest[0] = window
 
     def set_members(self, at: int, places: Iterable[int]) -> None:
         """Say whose updates make the step of the entry at ``at``."""

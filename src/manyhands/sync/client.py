@@ -17,6 +17,7 @@ from manyhands.engine.precedence import step_back
 from manyhands.sync.clip import Clip
 from manyhands.sync.loose import Loose
 from manyhands.sync.pulse import AT, BEAT, LANE, Pulse, Stopped
+from manyhands.sync.windows import read_newest
 
 __all__ = ["Client", "Courier", "GivenUp"]
 
@@ -38,6 +39,8 @@ class Courier(Pulse):
         self.places = [slot, slot + MOST_WORKERS] if arena.spec.ahead else [slot]
         """Where our gradients go, in turns."""
         self.place = slot
+        self.window: int | None = None
+        """Where the parameters are to be read, if not at home."""
         self._gradients = {place: arena.gradients(place) for place in self.places}
         self._tables = arena.tables() if arena.spec.tables else None
         self._bad = False
@@ -104,15 +107,11 @@ class Client(Courier):
     parameters itself when it begins a chunk, as they are by then.
     """
 
-    def __init__(self, arena: Arena, slot: int, clips: Sequence[Clip], predicted: bool = False) -> None:
-        """``predicted``: servers show the parameters as they will be."""
+    def __init__(self, arena: Arena, slot: int, clips: Sequence[Clip]) -> None:
         super().__init__(arena, slot, clips)
         self._exchange = arena.exchange()
-        self._read: list[tuple[torch.Tensor, torch.Tensor]] = []
         if arena.spec.ahead:
             step_back()
-            self._read = [(arena.pull(slot), arena.shown() if predicted else arena.plane(0))]
-            self._read += zip(arena.pulled_buffers(slot), arena.buffers(), strict=True)
 
     def turn(self, end: int | None = None) -> Literal["step", "message", "over"]:
         """Wait for a chunk or a message. Raises Stopped at the end of the run."""
@@ -142,16 +141,16 @@ class Client(Courier):
             self._arena.carry_over(asked, place)
             self._ask(place, 0)
             return False
-        return bool(self._read or (exchange.delivered[:, place] == asked).all())
+        return self._arena.spec.ahead or bool((exchange.delivered[:, place] == asked).all())
 
-    @torch.no_grad()
     def _begin(self, place: int) -> None:
         exchange = self._exchange
         self.place, self.step, self.span = place, int(exchange.grant[place]) - 1, int(exchange.grant_span[place])
         self._words[AT] = self.step
-        if self._read:
-            exchange.grant_version[place] = exchange.applied.min()  # first: what we read is no older
-            for ours, agreed in self._read:
+        if self._arena.spec.ahead:
+            self.window = read_newest(exchange, self._slot)
+            exchange.grant_version[place] = exchange.shown_version[self.window]
+            for ours, agreed in zip(self._arena.pulled_buffers(self._slot), self._arena.buffers(), strict=True):
                 ours.copy_(agreed)
 
     def _ask(self, place: int, chunk: int) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from manyhands.comm.arena import Arena, dtype_of
+from manyhands.comm.arena import Arena
 from manyhands.comm.exchange import LOG
 from manyhands.core.placement import place_units
 from manyhands.core.policies import Mixing, Policy
@@ -26,6 +26,7 @@ from manyhands.sync.optimizer_state import Template
 from manyhands.sync.prediction import Prediction, momentum_reach
 from manyhands.sync.pulse import Pulse, Stopped
 from manyhands.sync.rows import RowApplier
+from manyhands.sync.windows import Desk, Windows
 
 __all__ = ["Service"]
 
@@ -66,8 +67,8 @@ class Service(Pulse):
         reach = momentum_reach(template) if predict else 0.0
         # Who serves alone writes what a worker gets while it applies that worker's update, from the cache.
         self._alone = arena.spec.exchange == 1 and not self._mixes and not arena.spec.ahead
-        self._window = _Window(arena, self._applier, self._runs) if arena.spec.ahead and reach else None
-        self._desks: dict[tuple[int, tuple[int, int]], _Desk] = {}
+        self._windows = Windows(arena, self._applier, self._runs) if arena.spec.ahead else None
+        self._desks: dict[tuple[int, tuple[int, int]], Desk] = {}
         self._prepared: dict[int, tuple[int, float]] = {}
         own = reach and not self._alone and not arena.spec.ahead
         self._prediction = Prediction(arena, self._runs) if own else None
@@ -105,8 +106,8 @@ class Service(Pulse):
             if self._lead is not None:
                 done = self._lead.settle() or done
                 resting = self._lead.resting
-                if self._window is not None:
-                    self._window.look(resting)
+                if self._windows is not None:
+                    self._windows.look(resting)
                 granted = self._lead.grant(resting)
                 done = granted or done
                 if granted and self._arena.spec.ahead:
@@ -152,12 +153,14 @@ class Service(Pulse):
             if self._prediction is not None:
                 self._prediction.keep(run)
             self._applier.apply(run, members, number, 0.0, mend)
-            if self._window is not None:
-                self._window.write(run, float(exchange.ahead[members[-1]]))
+            if self._windows is not None:
+                self._windows.write(run, float(exchange.ahead[members[-1]]))
             elif self._alone:
                 for slot in members:
                     self._desk(slot, run).write(float(exchange.ahead[slot]))
             self.beat()
+        if self._windows is not None:
+            self._windows.show(number + 1, complete=len(mine) == len(self._runs))
         if self._alone and len(mine) == len(self._runs):
             self._prepared.update({slot: (number + 1, float(exchange.ahead[slot])) for slot in members})
         if self._rows is not None:
@@ -191,9 +194,9 @@ class Service(Pulse):
             self._control.bell.ring()
         return done
 
-    def _desk(self, slot: int, run: tuple[int, int]) -> _Desk:
+    def _desk(self, slot: int, run: tuple[int, int]) -> Desk:
         if (slot, run) not in self._desks:
-            self._desks[slot, run] = _Desk(self._arena, self._applier, self._arena.pull(slot), run)
+            self._desks[slot, run] = Desk(self._arena, self._applier, self._arena.pull(slot), run)
         return self._desks[slot, run]
 
     def _hand_over(self, slot: int) -> None:
@@ -206,48 +209,6 @@ class Service(Pulse):
         if slot not in self._pulls:
             self._pulls[slot] = self._arena.pull(slot)[self._bytes]
         self._pulls[slot].copy_(self._part)
-
-
-class _Desk:
-    """Where workers find the parameters of one run of units."""
-
-    def __init__(self, arena: Arena, applier: Applier, place: torch.Tensor, run: tuple[int, int]) -> None:
-        first, last = arena.spec.units[run[0]], arena.spec.units[run[1] - 1]
-        part, dtype = slice(first.start, last.stop), dtype_of(arena.spec.parameters[first.parameter].dtype)
-        saved = applier.saved(run)
-        assert saved is not None
-        self._live, self._place = (plane[part].view(dtype) for plane in (arena.plane(0), place))
-        self._earlier = saved.view(dtype)
-
-    @torch.no_grad()
-    def write(self, ahead: float) -> None:
-        """The run was just applied: hand out its parameters, as they will be ``ahead`` steps from now."""
-        if ahead:
-            torch.lerp(self._earlier, self._live, 1 + ahead, out=self._place)
-        else:
-            self._place.copy_(self._live)
-
-
-class _Window:
-    """Where all workers read the parameters, as they will be when an update that begins now arrives.
-
-    A worker reads while we write. Each number is written once, so what it reads is a mixture of two steps in a row.
-    """
-
-    def __init__(self, arena: Arena, applier: Applier, runs: list[tuple[int, int]]) -> None:
-        self._live, self._shown = arena.plane(0), arena.shown()
-        self._desks = {run: _Desk(arena, applier, self._shown, run) for run in runs}
-        self._outdated = True  # what a predecessor was writing is not known
-
-    def look(self, resting: bool) -> None:
-        """Before chunks are granted: at a rest the caller may have changed the parameters."""
-        if self._outdated and not resting:
-            self._shown.copy_(self._live)
-        self._outdated = resting
-
-    def write(self, run: tuple[int, int], ahead: float) -> None:
-        """The run was just applied."""
-        self._desks[run].write(ahead)
 
 
 class _Mend:

@@ -102,7 +102,9 @@ class LaneRunner:
 
     def before_inference(self) -> None:
         """The model is about to be evaluated: let it have the agreed parameters."""
-        if self._home is not None:
+        if self._arena.spec.ahead:
+            self._replica.read_agreed()
+        elif self._home is not None:
             self._arena.pull(self._home).copy_(self._arena.plane(0))
 
     def run(self, lane: int) -> None:
@@ -110,6 +112,8 @@ class LaneRunner:
         step, stepper = self._stepper.step, self._stepper
         stepper.begin_lane(lane)
         home = stepper.place if isinstance(stepper, Courier) else lane
+        if isinstance(stepper, Courier) and stepper.window is not None:
+            self._replica.read_window(stepper.window)
         self._replica.begin(home)
         try:
             bad = not self._run_batch(step, lane, self._course.batch_rows(step))

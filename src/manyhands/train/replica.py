@@ -41,10 +41,12 @@ class Replica:
         self._agreed = arena.buffers() if home is None else arena.pulled_buffers(home)
         self._lane_buffers = {lane: arena.buffers(lane) for lane in lanes}
         self._gradients = {lane: arena.gradients(lane) for lane in lanes}
+        named = dict(model.named_parameters())
+        self._parameters = [named[entry.name] for entry in arena.spec.parameters]
+        self._windows: dict[int, list[torch.Tensor]] = {}
+        self._window: int | None = None
         if home is not None:
-            own = dict(zip([entry.name for entry in arena.spec.parameters], arena.pulled(home), strict=True))
-            for name, parameter in model.named_parameters():
-                parameter.data = own.get(name, parameter.data)
+            self._read(arena.pulled(home))
         self._targets: list[torch.Tensor] = []
         self._written = bytearray(len(arena.spec.parameters))
         self._loose: list[torch.Tensor | None] = [None] * len(arena.spec.parameters)
@@ -89,6 +91,23 @@ class Replica:
             parameter.grad = None
 
         return keep if self._arena.spec.whole else collect
+
+    def _read(self, values: Sequence[torch.Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.data = value
+
+    def read_window(self, window: int) -> None:
+        """Compute with the parameters that lie there from now on."""
+        if window not in self._windows:
+            self._windows[window] = self._arena.shown_parameters(window)
+        if window != self._window:
+            self._window = window
+            self._read(self._windows[window])
+
+    def read_agreed(self) -> None:
+        """Compute with the agreed parameters; nobody changes them now."""
+        self._window = None
+        self._read(self._arena.parameters())
 
     def begin(self, lane: int) -> None:
         """Gradients go to ``lane`` from now on; buffers start from the agreed ones."""

@@ -26,7 +26,6 @@ from manyhands.sync.apply import Applier
 from manyhands.sync.client import Client, GivenUp
 from manyhands.sync.compress import Answer
 from manyhands.sync.optimizer_state import without_compiler
-from manyhands.sync.prediction import momentum_reach
 from manyhands.sync.pulse import Stopped
 from manyhands.sync.server import Service
 from manyhands.sync.socket_client import SocketClient
@@ -128,7 +127,7 @@ def _driver(arena: Arena, job: Job, slot: int, role: Role, post: Post | None) ->
             codecs = Codecs(job.codec, job.pull_codec)
             return SocketServer(arena, slot, post, job.template, job.policy, codecs, job.predict)
         if role == "worker":
-            return Client(arena, slot, job.clips, predicted=job.predict and momentum_reach(job.template) > 0)
+            return Client(arena, slot, job.clips)
         assert job.policy is not None
         index = slot - arena.spec.slots + arena.spec.exchange
         assert job.course is not None
