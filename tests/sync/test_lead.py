@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.comm.control import Control
 from manyhands.comm.exchange import Exchange
 from manyhands.core.policies import Plain
 from manyhands.sync.lead import Lead
@@ -132,3 +133,26 @@ def test_what_overlaps_with_what_is_known_counts_for_nothing() -> None:
         assert (desk.arena.control.steps, exchange.tally()["applied"]) != before, "nobody gets anything to do"
     assert set(desk.arena.stats[:20, 0, 0].tolist()) <= {1.0, 2.0}
     desk.arena.close()
+
+
+def test_a_horizon_that_is_raised_while_a_rest_is_declared_ends_it(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lead has seen the old horizon; the caller raises it, and finds no rest that it would have to end."""
+    control, held = desk.arena.control, Control.held
+    control.horizon = desk.arena.spec.span
+    desk.exchange.grant[1] = 0  # nobody else computes
+    desk.replace_lead()
+    desk.bring(0)
+    raised: list[int] = []
+
+    def look(control: Control) -> int:
+        if not raised and control.steps == control.horizon:
+            raised.append(control.horizon)
+            control.horizon += desk.arena.spec.span
+        return int(held.fget(control))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Control, "held", property(look, held.fset))  # type: ignore[attr-defined]
+    desk.serve()
+    assert raised == [desk.arena.spec.span]
+    assert control.held == 0 and not desk.lead.resting
+    desk.serve()
+    assert desk.exchange.grant[0] > 0 and desk.granted(0).start == raised[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 
@@ -53,6 +54,7 @@ class Lead:
         self._plan = (-1, -1)
         self._workers = 1
         self.somebody_waits = False
+        self._fence = threading.Lock()  # orders our word before the look at that of the caller
         self._recall(first)
 
     def _recall(self, first: int) -> None:
@@ -248,7 +250,12 @@ class Lead:
         at_rest = leases.prefix == leases.frontier >= control.horizon and not leases.outstanding
         if at_rest and control.held != leases.prefix + 1:
             control.held = leases.prefix + 1
-            control.desk.ring()
+            with self._fence:
+                pass
+            if control.horizon > leases.prefix:  # it was raised meanwhile, and its owner saw no rest to end
+                control.held = 0
+            else:
+                control.desk.ring()
         return leases.prefix > before
 
     def _follow_plan(self) -> None:

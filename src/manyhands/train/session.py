@@ -7,6 +7,7 @@ next step begins or the run rests; only the caller ends a rest. So a rest is cer
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -57,6 +58,7 @@ class Session:
         self.arena, self.control = arena, arena.control
         self.heard: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         self._tasks = 0
+        self._fence = threading.Lock()
         self._spec = msgspec.to_builtins(arena.spec)
         self._parcel = ship.pack(job, "the model, loss, metric or data set", places)
         seats = arena.spec.slots - servers
@@ -163,6 +165,8 @@ class Session:
     def allow(self, horizon: int) -> None:
         """Let the workers work on steps below ``horizon``."""
         self.control.horizon = horizon
+        with self._fence:  # a leader that is just declaring a rest sees the horizon, or we see the rest
+            pass
         if self.control.steps < horizon and self._rests():
             self.control.kept = 0  # nothing of what was seen at this rest may be taken back
             self.control.held = 0
