@@ -40,7 +40,7 @@ def test_what_is_shown_goes_on_from_the_last_step_and_is_what_is_after_a_rest(st
     assert state.template is not None
     applier = Applier(arena, state.template, (), MOST_WORKERS)
     runs = applier.batches(range(len(arena.spec.units)))
-    windows = Windows(arena, applier, runs)
+    windows = Windows(arena, applier)
 
     def shown() -> torch.Tensor:
         return numbers(arena.shown(exchange.newest))
@@ -76,7 +76,7 @@ def test_what_is_shown_goes_on_from_the_last_step_and_is_what_is_after_a_rest(st
 def test_nothing_is_written_where_somebody_reads(state: ModelState) -> None:
     arena, exchange = state.arena, state.arena.exchange()
     assert state.template is not None
-    windows = Windows(arena, Applier(arena, state.template, (), MOST_WORKERS), [])
+    windows = Windows(arena, Applier(arena, state.template, (), MOST_WORKERS))
     dice, held = random.Random(1), dict[int, tuple[int, float]]()
     live = arena.plane(0).view(torch.float32)
     for version in range(2000):

@@ -67,7 +67,7 @@ class Service(Pulse):
         reach = momentum_reach(template) if predict else 0.0
         # Who serves alone writes what a worker gets while it applies that worker's update, from the cache.
         self._alone = arena.spec.exchange == 1 and not self._mixes and not arena.spec.ahead
-        self._windows = Windows(arena, self._applier, self._runs) if arena.spec.ahead else None
+        self._windows = Windows(arena, self._applier) if arena.spec.ahead else None
         self._desks: dict[tuple[int, tuple[int, int]], Desk] = {}
         self._prepared: dict[int, tuple[int, float]] = {}
         own = reach and not self._alone and not arena.spec.ahead

@@ -9,7 +9,6 @@ looks who reads what. One of the two sees the other, so a window that is read is
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import torch
 
@@ -47,7 +46,7 @@ class Desk:
 class Windows:
     """The server's side: shows the parameters after every step."""
 
-    def __init__(self, arena: Arena, applier: Applier, runs: Sequence[Run]) -> None:
+    def __init__(self, arena: Arena, applier: Applier) -> None:
         self._arena, self._applier, self._exchange = arena, applier, arena.exchange()
         self._desks: dict[tuple[int, Run], Desk] = {}
         self._outdated = True  # what a predecessor was doing is not known

@@ -110,6 +110,7 @@ class ModelState:
         exchange = needs.exchange
         tables = find_tables(model, optimizer) if exchange and needs.by_row and optimizer is not None else []
         of_tables = {id(p) for _, p in tables}
+        ahead = needs.ahead and not tables  # rows are read in the middle of a batch, and have one place
         trained, fixed = sort_parameters(model, optimizer, of_tables)
         buffers = list(model.named_buffers())
         entries = lay_out(trained)
@@ -134,11 +135,11 @@ class ModelState:
             memory=list(needs.memory),
             memory_numbers=needs.memory_numbers,
             exchange=(needs.parts or needs.servers) if exchange else 0,
-            ahead=needs.ahead and not tables,
+            ahead=ahead,
             span=needs.span,
             tables=[table for table, _ in tables],
             hyper=max(len(self.template.hyper) if self.template else 0, needs.hyper),
-            lanes=MOST_WORKERS * (1 + needs.ahead) if exchange else lanes,
+            lanes=MOST_WORKERS * (1 + ahead) if exchange else lanes,
             samples=samples,
             stats=stats + (2 if tables else 0),  # of every chunk: rows pulled, rows pushed
             ring=ring,
