@@ -32,8 +32,8 @@ pytestmark = pytest.mark.fault
 
 
 def big_mlp() -> nn.Module:
-    """Some hundred units, so that applying takes as long as computing."""
-    return Mlp(width=2500, features=101)
+    """So large that applying takes as long as computing, and that nobody applies its share in one go."""
+    return Mlp(width=9000, features=101)
 
 
 @pytest.mark.usefixtures("way")

@@ -202,9 +202,9 @@ class Stepper(Pulse):
         """The lane's buffers and numbers are in the arena, and so is its gradient unless it is ``loose``."""
         if bad:
             self._control.lane_bad[lane] = self.step + 1
+        spent = time.perf_counter_ns() - self._lane_start_ns  # without the copy that the first lane may have to keep
         self._stamp_lane(lane, loose)
         self._words[LANE] = -1
-        spent = time.perf_counter_ns() - self._lane_start_ns
         old = self._words[_LANE_NS]
         self._words[_LANE_NS] = spent if old == 0 else old + (spent - old) // _SMOOTHING
         self._words[_LANES_DONE] += 1

@@ -118,15 +118,16 @@ class Applier:
         """Cut unit numbers (ascending) into runs that are applied together."""
         spec, runs = self._arena.spec, list[tuple[int, int]]()
         single, most = bool(spec.extras), BATCH_BYTES
-        if spec.exchange and sum(spec.units[unit].stop - spec.units[unit].start for unit in units) <= SMALL_BYTES:
+        alone = sum(spec.units[unit].stop - spec.units[unit].start for unit in units) <= SMALL_BYTES
+        if spec.keeps or (spec.exchange and alone):
             most = SMALL_BYTES
         for unit in units:
             if runs and not single:
                 first, stop = runs[-1]
                 head, new = spec.units[first], spec.units[unit]
                 alike = spec.parameters[head.parameter].dtype == spec.parameters[new.parameter].dtype
-                small = new.stop - head.start <= most and stop - first < BATCH_UNITS
-                if unit == stop and alike and (small or spec.keeps):
+                small = new.stop - head.start <= most and (stop - first < BATCH_UNITS or spec.keeps)
+                if unit == stop and alike and (small or spec.whole):  # whose gradients are those of whole parameters
                     runs[-1] = (first, unit + 1)
                     continue
             runs.append((unit, unit + 1))

@@ -23,8 +23,8 @@ from manyhands.comm.arena import Arena
 
 __all__ = ["Kept", "go_back", "replay_steps"]
 
-_INTERVAL_NS = 100_000_000
-_INTERVAL_NS_PER_BYTE = 25  # a copy takes about a hundredth of that
+_LEAST_NS, _MOST_NS = 100_000_000, 500_000_000
+_PATIENCE = 100  # times as long as a copy takes, until the next one
 _fence = threading.Lock()
 
 
@@ -34,7 +34,7 @@ class Kept:
     def __init__(self, arena: Arena) -> None:
         self._control = arena.control
         self._pairs = arena.live_and_kept()
-        self._interval_ns = _INTERVAL_NS + _INTERVAL_NS_PER_BYTE * sum(live.numel() for live, _ in self._pairs)
+        self._interval_ns = _LEAST_NS
         self._most_steps = replay_steps(arena)
 
     def renew(self, step: int) -> None:
@@ -46,8 +46,9 @@ class Kept:
         control.kept = 0
         for live, kept in self._pairs:
             kept.copy_(live)
-        control.kept_ns = now
+        control.kept_ns = time.monotonic_ns()
         control.kept = step + 1
+        self._interval_ns = min(max(_PATIENCE * (control.kept_ns - now), _LEAST_NS), _MOST_NS)
 
 
 def replay_steps(arena: Arena) -> int:

@@ -21,7 +21,8 @@ from manyhands.sync.optimizer_state import HyperKey, StateLayout, Template, layo
 from manyhands.sync.undo import BATCH_UNITS, undo_capacity
 from manyhands.train.row_tables import TableState, find_tables
 
-KEPT_BYTES = 4 << 20  # parameters of a model of which a copy is kept, where steps may be taken again
+KEPT_BYTES = 32 << 20  # parameters of a model of which a copy is kept, where steps may be taken again
+SERVED_BYTES = 4 << 20  # of one that a server applies whole then, to whom gradients must be copied
 WHOLE_BYTES = 1 << 18  # of one that is then applied whole, by one worker
 
 Named = tuple[str, nn.Parameter]
@@ -81,7 +82,8 @@ class Needs:
 def _recovery(needs: Needs, lanes: int, size_bytes: int, undo_bytes: int) -> dict[str, Any]:
     """How a death in apply is answered, for parameters of ``size_bytes``: by an undo log, or from a copy."""
     # What lanes keep has two banks, which is enough to compute a lane again, not to go back by many steps.
-    keeps = needs.repeatable and not needs.memory and not needs.memory_numbers and size_bytes <= KEPT_BYTES
+    most = min(KEPT_BYTES, SERVED_BYTES) if needs.servers else KEPT_BYTES
+    keeps = needs.repeatable and not needs.memory and not needs.memory_numbers and size_bytes <= most
     if not keeps:
         return {"undo_bytes": undo_bytes, "undo_units": BATCH_UNITS}
     shared = lanes > 1 and not needs.servers and size_bytes > WHOLE_BYTES
