@@ -2,9 +2,9 @@
 
     python -m benchmarks.memory --cases model,array,file
 
-Memory is counted as proportional set size, in which a page that several processes share counts once. Shared memory
-that no process has mapped at the moment is not in it; so if the anonymous memory files hold more than the shared pages
-counted, what they hold is taken instead.
+Memory is counted as proportional set size, in which a page that several processes share counts once. Of a side that
+shares memory through anonymous memory files, what these hold is taken instead of its shared pages: processes are looked
+at one after the other, and a page that another one maps meanwhile would count twice.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Peak:
                 private += sizes["Pss_Anon"] + sizes["Pss_File"]
                 shared += sizes["Pss_Shmem"]
                 files |= _memory_files(process.pid)
-        shared = max(shared, sum(files.values()))
+        shared = sum(files.values()) or shared
         if private + shared > self.total_bytes:
             self.total_bytes, self.shared_bytes, self.processes = private + shared, shared, len(processes)
 

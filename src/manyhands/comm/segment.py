@@ -70,6 +70,10 @@ class Segment:
         if stop > first:
             self._map.madvise(mmap.MADV_REMOVE, first, stop - first)
 
+    def drop_changes(self) -> None:
+        """What this process wrote into a private mapping is gone: it reads what the others see."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     @property
     def buffer(self) -> mmap.mmap:
         """The mapping itself, for callers that need its address."""

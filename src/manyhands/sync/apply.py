@@ -9,19 +9,21 @@ import numpy as np
 import torch
 
 from manyhands.comm.arena import LEFT_OUT, Arena, Unit, dtype_of
+from manyhands.comm.heap import return_free_pages
 from manyhands.sync.clip import Clip
 from manyhands.sync.fused import FusedAdam, fused_adam
 from manyhands.sync.loose import Loose
-from manyhands.sync.optimizer_state import Template
+from manyhands.sync.optimizer_state import Template, row_sparse
 from manyhands.sync.undo import BATCH_BYTES, BATCH_UNITS, SMALL_BYTES, UndoLog
 
-__all__ = ["Applier", "Mend", "cut_units", "row_sparse"]
+__all__ = ["Applier", "Mend", "cut_units"]
 
 Mend = Callable[[torch.Tensor, int, np.ndarray], None]
 
 # A multiple of every vector width, so that where a tensor is cut changes no rounding: kernels treat the tail of a
 # tensor differently, and only the last unit of a tensor has one. Small enough to share out small models evenly.
 UNIT_BYTES = 128 * 1024
+_HOLES_BYTES = 16 << 20  # that state may leave in the heap
 
 
 def cut_units(arena_entries: Sequence[Any], elementwise: bool) -> list[Unit]:
@@ -93,6 +95,7 @@ class Applier:
         self._loose: Loose | None = None
         self._batches: dict[tuple[int, int], _Batch] = {}
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._made_bytes = 0  # of state that the optimizer made for itself before it was moved to the arena
         self._row: bytes = b""
         self._hyper: list[float] = []
         self._present = arena.present[0]
@@ -311,6 +314,10 @@ class Applier:
             if state.get(name) is not None and state[name] is not home:
                 home.copy_(torch.as_tensor(state[name]))
                 state[name] = home
+                self._made_bytes += home.nbytes
+        if self._made_bytes > _HOLES_BYTES:
+            self._made_bytes = 0
+            return_free_pages()
         self._arena.control.unit_ready[piece.first : piece.stop] = 1
         batch.ready = self._arena.control.unit_ready[batch.first : batch.stop].tobytes()
 
@@ -387,11 +394,3 @@ class Applier:
         """The single numbers of a piece, as 0-dimensional views of the batch's table."""
         table = torch.from_numpy(batch.numbers)
         return {name: table[number, column] for column, name in enumerate(self._arena.spec.scalars)}
-
-
-def row_sparse(gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient as the optimizers take it that want only the rows which have one; numbers of a vector are rows."""
-    if gradient.ndim == 1:
-        return gradient.to_sparse()
-    rows = gradient.abs().sum(dim=tuple(range(1, gradient.ndim))).nonzero().view(1, -1)
-    return torch.sparse_coo_tensor(rows, gradient[rows[0]], gradient.shape, is_coalesced=True, check_invariants=False)

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from manyhands.comm.arena import Arena
-from manyhands.sync.apply import row_sparse
 from manyhands.sync.clip import Clip
-from manyhands.sync.optimizer_state import StateLayout, Template
+from manyhands.sync.optimizer_state import StateLayout, Template, row_sparse
 
 __all__ = ["OWN", "Inner", "ShareMemory", "memory_of"]
 

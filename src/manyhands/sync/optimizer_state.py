@@ -23,7 +23,9 @@ from manyhands.errors import ModelError
 from manyhands.sync.delayed import DelayedNesterov
 from manyhands.sync.outer import WarmNesterov
 
-__all__ = ["HyperKey", "StateLayout", "Template", "hyper_row", "layout_of", "template_of", "without_compiler"]
+__all__ = [
+    "HyperKey", "StateLayout", "Template", "hyper_row", "layout_of", "row_sparse", "template_of", "without_compiler",
+]  # fmt: skip
 
 _ELEMENTWISE = (
     torch.optim.SGD,
@@ -245,3 +247,11 @@ def _translate(shape: tuple[int, ...], real: tuple[int, ...]) -> tuple[int, ...]
         return real
     size = dict(zip(_LENGTHS, real, strict=False))
     return tuple(size.get(length, length) for length in shape)
+
+
+def row_sparse(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient as the optimizers take it that want only the rows which have one; numbers of a vector are rows."""
+    if gradient.ndim == 1:
+        return gradient.to_sparse()
+    rows = gradient.abs().sum(dim=tuple(range(1, gradient.ndim))).nonzero().view(1, -1)
+    return torch.sparse_coo_tensor(rows, gradient[rows[0]], gradient.shape, is_coalesced=True, check_invariants=False)

@@ -37,7 +37,7 @@ class Saving:
         return self.every_s is not None or self.every_steps is not None
 
 
-def _ignore(text: str) -> None:
+def _ignore(event: str, fields: dict[str, Any]) -> None:
     """Nobody listens any more."""
 
 
@@ -45,9 +45,14 @@ class Archive:
     """The files of one run."""
 
     def __init__(
-        self, folder: RunFolder | None, saving: Saving, *, events: bool, on_trouble: Callable[[str], None]
+        self,
+        folder: RunFolder | None,
+        saving: Saving,
+        *,
+        events: bool,
+        on_event: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self.folder, self._saving, self._on_trouble = folder, saving, on_trouble
+        self.folder, self._saving, self._on_event = folder, saving, on_event
         self.ledger = Ledger()
         self._saver: BackgroundSaver | None = None
         self._saved_step: int | None = None
@@ -58,7 +63,7 @@ class Archive:
             store = CheckpointStore(folder.checkpoints, keep=saving.keep)
             self._ledger_file = LedgerFile(folder.ledger)
             self.ledger = self._ledger_file.load()
-            self._saver = BackgroundSaver(store, on_error=lambda error: on_trouble(str(error)), on_saved=self._saved)
+            self._saver = BackgroundSaver(store, on_error=self._tell, on_saved=self._saved)
             self._log = EventLog(folder.events) if events else None
 
     @property
@@ -108,9 +113,12 @@ class Archive:
             if self._ledger_file is not None:
                 self._ledger_file.flush(self.ledger)
         except ManyhandsError as error:
-            self._on_trouble(str(error))
+            self._tell(error)
             return False
         return True
+
+    def _tell(self, error: BaseException) -> None:
+        self._on_event("checkpoint_failed", {"text": str(error)})
 
     def _saved(self, step: int, path: Path, seconds: float) -> None:
         self.emit("checkpoint", step=step, path=str(path), seconds=round(seconds, 3))
@@ -127,13 +135,13 @@ class Archive:
             try:
                 self.folder.write_json("run.json", dict(values))
             except ManyhandsError as error:
-                self._on_trouble(str(error))
+                self._tell(error)
 
     def close(self) -> None:
         """End the threads, and let go of the fit."""
         if self._saver is not None:
             self._saver.close()
             self._saved_step, self._saver = self._saver.last_saved_step, None
-        self._on_trouble = _ignore
+        self._on_event = _ignore
         if self._log is not None:
             self._log.close()

@@ -11,7 +11,7 @@ from torch import nn
 from manyhands.errors import CheckpointError
 from manyhands.train import architecture
 from manyhands.train.checkpoint import Checkpoint, CheckpointStore
-from manyhands.train.state import differences, mismatch
+from manyhands.train.compare import differences, mismatch
 
 __all__ = ["digest", "load", "save_model"]
 

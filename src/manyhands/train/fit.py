@@ -87,7 +87,7 @@ class Fit:
         self.lock_step = wants_steps(self.callbacks)
         self.session.on_event(self.hear_event)
         self._architecture = None if folder is None else architecture.describe(self.model)
-        self.archive = Archive(folder, self.saving, events=events, on_trouble=self._saving_failed)
+        self.archive = Archive(folder, self.saving, events=events, on_event=self.hear_event)
 
     def go_to(self, checkpoint: Checkpoint) -> None:
         """Take up the run where a checkpoint stopped."""
@@ -136,6 +136,7 @@ class Fit:
         first = self.session.control.first_commit_ns
         self.history.first_step_s = (first - self._begun_ns) / 1e9 if first else None
         stopped = self.session.close()
+        self.memory.take_back(self.model)
         if hasattr(self, "archive"):
             self.archive.close()
         return stopped
@@ -162,6 +163,7 @@ class Fit:
         )
         state.step = self.start_step
         self.session.start(self.course.round_of(self.start_step))
+        self.memory.lend(self.model)
         self._rate_mark = (time.monotonic(), self.start_step)
         self.callbacks.on_train_begin(state)
         per_epoch = self.course.steps_per_epoch
@@ -362,16 +364,14 @@ class Fit:
             "architecture": self._architecture,
         }  # fmt: skip
 
-    def _saving_failed(self, text: str) -> None:
-        self.hear_event("checkpoint_failed", {"text": text})
-
     def finish(self) -> int | None:
         """Give model and optimizer their new state, save the last step, and wait; returns the step on disk, if any."""
         self.current_model()
         if self.archive.wants_last(self.done):
             self.archive.save(self._hold(), self.memory.tensors(), self._meta())
         self.archive.finish()
-        self.memory.arena.free_lanes()  # the optimizer's copy of its state takes their place
+        self.memory.arena.free_lanes()  # the copies for the caller take their place
+        self.memory.take_back(self.model)
         self.memory.copy_out_optimizer(self.model, self.optimizer)
         return self.archive.last_saved_step
 

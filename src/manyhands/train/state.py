@@ -15,10 +15,12 @@ from torch import nn
 
 from manyhands.comm.arena import LEFT_OUT, MOST_WORKERS, Arena, ArenaSpec, dtype_of, lay_out
 from manyhands.comm.ship import Place
-from manyhands.errors import CheckpointMismatch, ModelError
+from manyhands.errors import ModelError
 from manyhands.sync.apply import cut_units
 from manyhands.sync.optimizer_state import HyperKey, StateLayout, Template, layout_of, template_of
 from manyhands.sync.undo import BATCH_UNITS, undo_capacity
+from manyhands.train.compare import differences, mismatch
+from manyhands.train.loan import Loan
 from manyhands.train.row_tables import TableState, find_tables
 
 KEPT_BYTES = 32 << 20  # parameters of a model of which a copy is kept, where steps may be taken again
@@ -27,7 +29,7 @@ WHOLE_BYTES = 1 << 18  # of one that is then applied whole, by one worker
 
 Named = tuple[str, nn.Parameter]
 
-__all__ = ["ModelState", "Needs", "check_model", "differences", "dissect", "mismatch", "sort_parameters", "state_in"]
+__all__ = ["ModelState", "Needs", "check_model", "dissect", "sort_parameters", "state_in"]
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -147,6 +149,7 @@ class ModelState:
             ring=ring,
         )
         self.arena = Arena(spec)
+        self._loan: Loan | None = None
         self._by_row = TableState(self.arena) if tables else None
         self._units_of: dict[int, list[int]] = {}
         for number, unit in enumerate(units):
@@ -190,12 +193,28 @@ class ModelState:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             ours[name].copy_(tensor)
 
+    def lend(self, model: nn.Module) -> None:
+        """Until ``take_back``, a large ``model`` reads its parameters from here."""
+        if self.arena.plane_bytes > KEPT_BYTES:
+            self._loan = Loan(model, self.arena)
+
+    def take_back(self, model: nn.Module) -> None:
+        """The model has its parameters for itself again; it is as it is here now."""
+        if self._loan is not None:
+            self.copy_out(model)
+            self._loan.end()
+            self._loan = None
+
     @torch.no_grad()
     def copy_out(self, model: nn.Module) -> None:
         """Give ``model`` the values as they are now."""
-        ours = self._model_tensors()
+        ours, lent = self._model_tensors(), frozenset[str]()
+        if self._loan is not None:
+            self._loan.refresh()
+            lent = self._loan.names
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.copy_(ours[name])
+            if name not in lent:
+                tensor.copy_(ours[name])
 
     @torch.no_grad()
     def copy_out_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -363,23 +382,3 @@ def _without(optimizer: torch.optim.Optimizer, excluded: set[int]) -> torch.opti
         dict(group, params=[p for p in group["params"] if id(p) not in excluded]) for group in optimizer.param_groups
     ]
     return slim
-
-
-def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
-    """Which tensors of two models have other names, shapes or types."""
-    problems = [f"{n.removeprefix('model/')} is missing" for n in ours if n not in theirs]
-    problems += [f"{n.removeprefix('model/')} is not in this model" for n in theirs if n not in ours]
-    for name, tensor in ours.items():
-        other = theirs.get(name)
-        if other is not None and (other.shape != tensor.shape or other.dtype != tensor.dtype):
-            problems.append(
-                f"{name.removeprefix('model/')} is {tuple(other.shape)} {other.dtype} there, "
-                f"{tuple(tensor.shape)} {tensor.dtype} here"
-            )
-    return problems
-
-
-def mismatch(problems: list[str], advice: str) -> CheckpointMismatch:
-    """The error that lists which tensors differ."""
-    shown = "; ".join(problems[:8]) + (" …" if len(problems) > 8 else "")
-    return CheckpointMismatch(f"the checkpoint is of another model: {shown}. What to do: {advice}.")
