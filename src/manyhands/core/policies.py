@@ -263,7 +263,7 @@ POLICIES: dict[str, type[Policy]] = {
 def usual_ramp(batches: int) -> int:
     """Updates after which one worker more takes part, in a run with so many batches in an epoch: stale updates do most
     harm at the very start, and a short run should not spend itself on being careful."""
-    return min(batches // 10, 50)
+    return min(3 * batches // 10, 150)
 
 
 def make_policy(name: str, **settings: Any) -> Policy:
