@@ -44,7 +44,7 @@ def measure(recipe: Recipe, sync: mh.AllReduce | mh.Local, options: argparse.Nam
     per_epoch = -(-len(data.train[0]) // recipe.batch_size)
     values = sum(parameter.numel() for parameter in trainer.model.parameters())
     sent, received = (history.bytes[name] / options.workers for name in ("sent", "received"))
-    rounds = recipe.epochs * -(-per_epoch // sync.every)
+    rounds = recipe.epochs * -(-per_epoch // sync.round_batches)
     check(sync, rounds * values * (options.workers - 1) / options.workers, sent, received)
     return {
         "batches": recipe.epochs * per_epoch, "rounds": rounds, "loss": loss, "sent": sent, "received": received,
