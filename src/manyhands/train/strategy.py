@@ -167,8 +167,8 @@ class Server:
     """What the learning rate is multiplied by in a step with a worker's update: a list by the number of the worker, or
     a function of (worker, its share of the updates of late)."""
     ramp: int | None = None
-    """A run begins with one worker, and after so many updates each time another one joins in; 0: all at once. None: three
-    tenths of an epoch but at most 150, with ``async`` and ``bounded`` in shared memory; else 0."""
+    """A run begins with one worker, and after so many updates each time another one joins in; 0: all at once. None:
+    three tenths of an epoch but at most 150, with ``async`` and ``bounded`` in shared memory; else 0."""
 
     round_batches = 1
     fragments = 1
