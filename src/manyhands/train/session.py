@@ -167,7 +167,9 @@ class Session:
         self.control.horizon = horizon
         with self._fence:  # a leader that is just declaring a rest sees the horizon, or we see the rest
             pass
-        if self.control.steps < horizon and self._rests():
+        # One look: a step that is committed between two would turn the rest that it brings into one to be ended here.
+        steps = self.control.steps
+        if steps < horizon and self.control.held == steps + 1:
             self.control.kept = 0  # nothing of what was seen at this rest may be taken back
             self.control.held = 0
             self.control.bell.ring()
