@@ -82,9 +82,11 @@ def test_whoever_else_holds_the_memory_finds_the_trained_weights_there() -> None
 
 def test_a_frozen_parameter_is_lent_as_well() -> None:
     model = make_model()
-    model[1].weight.requires_grad_(False)
-    frozen = model[1].weight.detach().clone()
-    train(model)
+    model.insert(1, nn.Linear(SIDE, SIDE, bias=False).requires_grad_(False))
+    frozen, address = model[1].weight.detach().clone(), model[1].weight.data_ptr()
+    seen: list[int] = []
+    train(model, mh.Lambda(on_epoch_end=lambda state: seen.append(state.model[1].weight.data_ptr())))
+    assert len(seen) == 3 and address not in seen
     assert torch.equal(model[1].weight.detach(), frozen)
 
 
