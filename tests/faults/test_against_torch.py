@@ -45,17 +45,22 @@ def plain_loop(model: nn.Module, factory: Callable[[Iterable[Any]], torch.optim.
             optimizer.step()
 
 
-def large() -> nn.Module:
+def large(width: int = 600) -> nn.Module:
     """With a matrix whose gradient is computed straight into the lane where work is shared out."""
     torch.manual_seed(3)
-    widths = (FEATURES, 600, 600)
+    widths = (FEATURES, width, width)
     hidden = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.Tanh())]
-    return nn.Sequential(*hidden, nn.Linear(600, CLASSES))
+    return nn.Sequential(*hidden, nn.Linear(width, CLASSES))
+
+
+def larger() -> nn.Module:
+    """With one whose gradient is left as its factors there."""
+    return large(800)
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", FACTORIES)
-@pytest.mark.parametrize("make_model", [still_mlp, Cnn, large])
+@pytest.mark.parametrize("make_model", [still_mlp, Cnn, large, larger])
 def test_one_lane_is_bit_equal(make_model: Callable[[], nn.Module], name: str) -> None:
     reference = make_model()
     plain_loop(reference, FACTORIES[name], None)

@@ -71,6 +71,20 @@ def test_any_number_of_workers_gives_the_same_weights(
     assert len({tuple(outcome.history.metrics["loss"]) for outcome in outcomes}) == 1
 
 
+def wide() -> nn.Module:
+    return Mlp(width=6000, features=101)
+
+
+def test_gradients_that_are_left_as_factors_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server, and a model none of whose layers is large enough for factors, have whole gradients."""
+    scene = Scene(wide, data=table(107, 101), epochs=2)
+    digests = {scene.run(workers).digest for workers in (1, 2, 4)}
+    monkeypatch.setattr(state, "FACTORED_BYTES", 1 << 30)
+    digests |= {scene.run(workers).digest for workers in (1, 3)}
+    digests.add(Scene(wide, data=table(107, 101), epochs=2, trainer={"sync": "server"}).run(2).digest)
+    assert len(digests) == 1
+
+
 def test_seed_and_lanes_do_change_it() -> None:
     digests = {Scene(lanes=lanes, trainer={"seed": seed}).run(2).digest for lanes in (1, 4) for seed in (0, 1)}
     assert len(digests) == 4

@@ -14,9 +14,6 @@ from manyhands.sync.clip import Clip
 from manyhands.sync.optimizer_state import hyper_row
 from manyhands.train.state import ModelState
 
-# The first optimizer of a process makes torch import its compiler, which sets an environment variable: before a test.
-torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-
 Factory = Callable[[Sequence[Any]], torch.optim.Optimizer]
 
 # One that is cut into four units, one whose last unit has an odd tail, small ones, and other types.

@@ -12,8 +12,8 @@ from rig import SHAPES, Factory, Rig
 
 from manyhands.comm.arena import lay_out
 from manyhands.errors import ModelError
-from manyhands.sync.apply import UNIT_BYTES, cut_units
 from manyhands.sync.outer import WarmNesterov
+from manyhands.sync.units import UNIT_BYTES, cut_units
 
 optim = torch.optim
 

@@ -79,6 +79,7 @@ class ArenaSpec(msgspec.Struct, frozen=True, kw_only=True):
     extras: list[Extra] = []
     scalars: list[str] = []
     units: list[Unit] = []
+    factored: list[int] = []  # parameters whose gradient a lane may leave as its two factors
     lanes: int = 1
     slots: int = 1
     undo_bytes: int = 0
@@ -154,6 +155,7 @@ class Arena:
         layout.take("memory", 2 * spec.lanes * len(spec.memory) * self.plane_bytes)
         layout.take("memory_numbers", 8 * 2 * spec.lanes * spec.memory_numbers)
         layout.take("present", spec.lanes * max(len(spec.parameters), 1))
+        layout.take("factor_rows", 8 * spec.lanes * len(spec.parameters))
         layout.take("stats", 8 * spec.ring * spec.lanes * spec.stats)
         layout.take("hyper", 8 * spec.ring * spec.hyper)
         layout.take("order", 8 * 2 * spec.samples)
@@ -165,6 +167,8 @@ class Arena:
             "undo_scalars", (spec.slots, spec.undo_units, len(spec.scalars) + 1), np.float64
         )
         self.present = self._array("present", (spec.lanes, max(len(spec.parameters), 1)), np.uint8)
+        # Samples over which there are factors, instead of the gradient itself.
+        self.factor_rows = self._array("factor_rows", (spec.lanes, len(spec.parameters)), np.int64)
         self._memory_numbers = self._array("memory_numbers", (2, spec.lanes, spec.memory_numbers), np.float64)
         self.stats = self._array("stats", (spec.ring, spec.lanes, spec.stats), np.float64)
         self.hyper = self._array("hyper", (spec.ring, spec.hyper), np.float64)

@@ -293,6 +293,7 @@ class Stepper(Pulse):
             for run in self._runs if todo.size == self._my_units.size else applier.batches(todo.tolist()):
                 applier.apply(run, lanes, self.step, norm, self._mend)
                 self._words[BEAT] += 1
+            self.rebook("reduce", "compute", applier.products.take_spent_ns())
             if self._kept is not None:
                 control.unit_done[todo] = stamp
                 self._words[MARK] = 0

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from manyhands.comm.arena import LEFT_OUT, Arena, Unit, dtype_of
+from manyhands.comm.arena import LEFT_OUT, Arena, dtype_of
 from manyhands.comm.heap import return_free_pages
 from manyhands.sync.clip import Clip
+from manyhands.sync.factors import Products
 from manyhands.sync.fused import FusedAdam, fused_adam
 from manyhands.sync.loose import Loose
 from manyhands.sync.optimizer_state import Template, row_sparse
 from manyhands.sync.undo import BATCH_BYTES, BATCH_UNITS, SMALL_BYTES, UndoLog
 
-__all__ = ["Applier", "Mend", "cut_units"]
+__all__ = ["Applier", "Mend"]
 
 Mend = Callable[[torch.Tensor, int, np.ndarray], None]
 
-# A multiple of every vector width, so that where a tensor is cut changes no rounding: kernels treat the tail of a
-# tensor differently, and only the last unit of a tensor has one. Small enough to share out small models evenly.
-UNIT_BYTES = 128 * 1024
 _HOLES_BYTES = 16 << 20  # that state may leave in the heap
-
-
-def cut_units(arena_entries: Sequence[Any], elementwise: bool) -> list[Unit]:
-    """Cut every parameter into units, or make each one a unit where the optimizer needs whole tensors."""
-    units = []
-    for index, entry in enumerate(arena_entries):
-        end = entry.offset + entry.size_bytes
-        size = UNIT_BYTES if elementwise else max(entry.size_bytes, 1)
-        units += [Unit(index, start, min(start + size, end)) for start in range(entry.offset, end, size)]
-    return units
 
 
 class _Piece:
@@ -60,7 +47,7 @@ class _Batch:
     """Units [first, stop) that are reduced, saved and applied together."""
 
     __slots__ = (
-        "first", "firsts", "fused", "given", "gradients", "homes", "lanes", "numbers",
+        "factored", "first", "firsts", "fused", "given", "gradients", "homes", "lanes", "numbers",
         "optimizer", "piece_of", "pieces", "ready", "scratch", "start", "stop", "views",
     )  # fmt: skip
 
@@ -68,6 +55,7 @@ class _Batch:
     stop: int
     start: int
     pieces: list[_Piece]
+    factored: int | None  # the parameter, if lanes may have left its gradient as factors
     lanes: _Lanes
     scratch: torch.Tensor
     optimizer: torch.optim.Optimizer
@@ -95,6 +83,7 @@ class Applier:
         self._loose: Loose | None = None
         self._batches: dict[tuple[int, int], _Batch] = {}
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self.products = Products(arena)
         self._made_bytes = 0  # of state that the optimizer made for itself before it was moved to the arena
         self._row: bytes = b""
         self._hyper: list[float] = []
@@ -120,6 +109,7 @@ class Applier:
     def batches(self, units: Sequence[int]) -> list[tuple[int, int]]:
         """Cut unit numbers (ascending) into runs that are applied together."""
         spec, runs = self._arena.spec, list[tuple[int, int]]()
+        factored = frozenset(spec.factored)  # each of their units is a product
         single, most = bool(spec.extras), BATCH_BYTES
         alone = sum(spec.units[unit].stop - spec.units[unit].start for unit in units) <= SMALL_BYTES
         if spec.keeps or (spec.exchange and alone):
@@ -129,6 +119,7 @@ class Applier:
                 first, stop = runs[-1]
                 head, new = spec.units[first], spec.units[unit]
                 alike = spec.parameters[head.parameter].dtype == spec.parameters[new.parameter].dtype
+                alike = alike and factored.isdisjoint((head.parameter, new.parameter))
                 small = new.stop - head.start <= most and (stop - first < BATCH_UNITS or spec.keeps)
                 if unit == stop and alike and (small or spec.whole):  # whose gradients are those of whole parameters
                     runs[-1] = (first, unit + 1)
@@ -226,6 +217,8 @@ class Applier:
         ``reads``: it is only read; a single lane is its own sum then."""
         if self._loose is not None:
             return self._reduce_with(self._loose, batch, lanes)
+        if batch.factored is not None and self.products.wanted(batch.factored, lanes):
+            return self.products.add_up(batch.scratch, batch.factored, batch.start, lanes)
         if len(lanes) == 1:
             if not self._clips and reads:
                 return batch.lanes[lanes[0]]
@@ -338,7 +331,8 @@ class Applier:
         batch.start, end = spec.units[first].start, spec.units[stop - 1].stop
         dtype = dtype_of(spec.parameters[spec.units[first].parameter].dtype)
         batch.lanes = _Lanes(self._arena, batch.start, end, dtype)
-        needs_scratch = spec.lanes > 1 or bool(self._clips)
+        batch.factored = spec.units[first].parameter if spec.units[first].parameter in spec.factored else None
+        needs_scratch = spec.lanes > 1 or bool(self._clips) or batch.factored is not None
         batch.scratch = self._scratch_of((end - batch.start) // dtype.itemsize if needs_scratch else 0, dtype)
         batch.pieces = self._pieces(first, stop)
         batch.given, batch.fused, batch.homes, batch.gradients, batch.views = None, None, {}, [], {}

@@ -40,6 +40,11 @@ class Pulse:
         self._words[PHASE] = PHASES.index(phase)
         self._words[BEAT] += 1
 
+    def rebook(self, phase: str, other: str, spent_ns: int) -> None:
+        """Some of the time in ``phase`` belongs to the ``other`` one."""
+        self._words[_TIMES[phase]] -= spent_ns
+        self._words[_TIMES[other]] += spent_ns
+
     def beat(self) -> None:
         """Show a sign of life."""
         self._words[BEAT] += 1

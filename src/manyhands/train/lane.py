@@ -89,7 +89,11 @@ class LaneRunner:
         self._home = stepper.home  # of the parameters, where they are our own
         courier = stepper if isinstance(stepper, Courier) else None
         fetch, places = (courier.fetch_rows, courier.places) if courier is not None else (None, None)
-        self._replica = Replica(arena, job.model, ours=True, home=stepper.home, places=places, fetch=fetch)
+        # A norm is taken of the gradient before it is applied, and pieces of a batch are added up: both need it whole.
+        factors = job.accumulate == 1 and not any(clip.needs_norm for clip in job.clips)
+        self._replica = Replica(
+            arena, job.model, ours=True, home=stepper.home, places=places, fetch=fetch, factors=factors
+        )
         encodes = job.codec is not None and not stepper.encodes
         self._compressor = Compressor(arena, job.codec, stepper.slot) if encodes and job.codec is not None else None
         self.batch = 0

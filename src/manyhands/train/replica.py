@@ -13,6 +13,7 @@ from torch import nn
 
 from manyhands.comm.arena import Arena
 from manyhands.errors import ModelError
+from manyhands.sync.factors import factors_in, pay, put_factors
 from manyhands.sync.loose import Loose
 from manyhands.train.row_embedding import FetchRows, RowEmbeddings
 from manyhands.train.straight import straighten
@@ -32,10 +33,11 @@ class Replica:
         home: int | None = None,
         places: Sequence[int] | None = None,
         fetch: FetchRows | None = None,
+        factors: bool = False,
     ) -> None:
         """``ours``: nobody else sees this copy, so its layers may be changed. ``home``: where a worker has its
         parameters that computes with its own. ``places``: where its gradients go, if not there. ``fetch``: how it gets
-        rows of tables."""
+        rows of tables. ``factors``: gradients may be left as their factors, where the arena allows it."""
         self._arena = arena
         lanes = range(arena.spec.lanes) if home is None else places or [home]
         self._agreed = arena.buffers() if home is None else arena.pulled_buffers(home)
@@ -49,6 +51,8 @@ class Replica:
             self._read(arena.pulled(home))
         self._targets: list[torch.Tensor] = []
         self._written = bytearray(len(arena.spec.parameters))
+        self._factored = frozenset(arena.spec.factored) if factors else frozenset()
+        self._factor_rows: dict[int, int] = {}
         self._loose: list[torch.Tensor | None] = [None] * len(arena.spec.parameters)
         self._holders = _buffer_holders(model, [entry.name for entry in arena.spec.buffers])
         self.collecting = False
@@ -74,6 +78,7 @@ class Replica:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             if self._written[index]:
+                self._multiply(index)
                 self._targets[index].add_(gradient)
             else:
                 self._targets[index].copy_(gradient)
@@ -113,6 +118,7 @@ class Replica:
         """Gradients go to ``lane`` from now on; buffers start from the agreed ones."""
         self._targets = self._gradients[lane]
         self._written[:] = bytes(len(self._written))
+        self._factor_rows.clear()
         self._loose = [None] * len(self._written)
         for buffer, agreed in zip(self.buffers(), self._agreed, strict=True):
             buffer.copy_(agreed)
@@ -139,6 +145,24 @@ class Replica:
         self._written[index] = 1
         return self._targets[index]
 
+    def take_product(self, index: int, of_outputs: torch.Tensor, inputs: torch.Tensor) -> bool:
+        """Take the gradient of a weight, as factors over the same samples; False when there is one already."""
+        target = self.place(index)
+        if target is None:
+            return False
+        if index in self._factored and pay(target.shape, len(inputs)):
+            put_factors(target, of_outputs, inputs)
+            self._factor_rows[index] = len(inputs)
+        else:
+            torch.mm(of_outputs.t(), inputs, out=target)
+        return True
+
+    def _multiply(self, index: int) -> None:
+        """There is more to come: let the gradient lie where its factors are, if they do."""
+        if rows := self._factor_rows.pop(index, 0):
+            of_outputs, inputs = (factor.clone() for factor in factors_in(self._targets[index], rows))
+            torch.mm(of_outputs.t(), inputs, out=self._targets[index])
+
     def take(self) -> list[torch.Tensor | None]:
         """The gradients so far, None where there is none. They stay where they are until the next backward pass."""
         taken = [target if written else None for target, written in zip(self._targets, self._written, strict=True)]
@@ -151,6 +175,8 @@ class Replica:
         Returns the gradient if it is not in the arena yet.
         """
         present = self._arena.present[lane]
+        for index in self._factored:
+            self._arena.factor_rows[lane, index] = self._factor_rows.get(index, 0)
         whole = self._arena.spec.whole
         if 0 not in self._written:
             present[:] = 1

@@ -13,15 +13,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from manyhands.comm.arena import LEFT_OUT, MOST_WORKERS, Arena, ArenaSpec, dtype_of, lay_out
+from manyhands.comm.arena import LEFT_OUT, MOST_WORKERS, Arena, ArenaSpec, Entry, dtype_of, lay_out
 from manyhands.comm.ship import Place
 from manyhands.errors import ModelError
-from manyhands.sync.apply import cut_units
+from manyhands.sync.factors import FACTORED_BYTES, rows_together
 from manyhands.sync.optimizer_state import HyperKey, StateLayout, Template, layout_of, template_of
 from manyhands.sync.undo import BATCH_UNITS, undo_capacity
+from manyhands.sync.units import cut_units
 from manyhands.train.compare import differences, mismatch
 from manyhands.train.loan import Loan
 from manyhands.train.row_tables import TableState, find_tables
+from manyhands.train.straight import large_linears
 
 KEPT_BYTES = 32 << 20  # parameters of a model of which a copy is kept, where steps may be taken again
 SERVED_BYTES = 4 << 20  # of one that a server applies whole then, to whom gradients must be copied
@@ -77,19 +79,19 @@ class Needs:
     """How many batches an update has, at most."""
     by_row: bool = True
     """Tables are held by row there."""
+    factors: bool = False
+    """Who applies a unit may make the product that its gradient is."""
     hyper: int = 1
     """Numbers that a schedule tells, at least."""
 
 
-def _recovery(needs: Needs, lanes: int, size_bytes: int, undo_bytes: int) -> dict[str, Any]:
+def _recovery(needs: Needs, lanes: int, size_bytes: int) -> dict[str, bool]:
     """How a death in apply is answered, for parameters of ``size_bytes``: by an undo log, or from a copy."""
     # What lanes keep has two banks, which is enough to compute a lane again, not to go back by many steps.
     most = min(KEPT_BYTES, SERVED_BYTES) if needs.servers else KEPT_BYTES
     keeps = needs.repeatable and not needs.memory and not needs.memory_numbers and size_bytes <= most
-    if not keeps:
-        return {"undo_bytes": undo_bytes, "undo_units": BATCH_UNITS}
     shared = lanes > 1 and not needs.servers and size_bytes > WHOLE_BYTES
-    return {"keeps": True, "whole": not shared}
+    return {"keeps": keeps, "whole": keeps and not shared}
 
 
 class ModelState:
@@ -122,7 +124,11 @@ class ModelState:
         layout = StateLayout()
         if optimizer is not None:
             self.template, layout = dissect(model, optimizer, of_tables)
-        units = cut_units(entries, self.template is not None and self.template.elementwise and not layout.extras)
+        elementwise = self.template is not None and self.template.elementwise and not layout.extras
+        recovery = _recovery(needs, lanes, sum(entry.size_bytes for entry in entries))
+        factors = needs.factors and elementwise and not recovery["whole"]
+        factored = _factored(model, entries) if factors else []
+        units = cut_units(entries, elementwise, factored)
         planes = [*layout.planes, *([LEFT_OUT] if needs.answers else [])]
         unit_bytes = [unit.stop - unit.start for unit in units]
         undo_bytes = undo_capacity(len(planes), unit_bytes, _extra_bytes(layout), alone=needs.exchange)
@@ -134,8 +140,11 @@ class ModelState:
             extras=layout.extras,
             scalars=layout.scalars,
             units=units,
+            factored=factored,
             slots=MOST_WORKERS + needs.servers,
-            **_recovery(needs, lanes, sum(entry.size_bytes for entry in entries), undo_bytes),
+            undo_bytes=0 if recovery["keeps"] else undo_bytes,
+            undo_units=0 if recovery["keeps"] else BATCH_UNITS,
+            **recovery,
             memory=list(needs.memory),
             memory_numbers=needs.memory_numbers,
             exchange=(needs.parts or needs.servers) if exchange else 0,
@@ -331,6 +340,13 @@ class ModelState:
             arena.control.unit_ready[first:stop] = 1
         if self._by_row is not None:
             self._by_row.load_optimizer(state)
+
+
+def _factored(model: nn.Module, entries: Sequence[Entry]) -> list[int]:
+    """The weights whose gradient may be left as factors."""
+    linears = large_linears(model, [entry.name for entry in entries])
+    large = [index for index in linears if entries[index].size_bytes >= FACTORED_BYTES]
+    return sorted(index for index in large if rows_together(entries[index].shape))
 
 
 def _extra_bytes(layout: StateLayout) -> list[int]:

@@ -1,8 +1,9 @@
 """Gradients of large linear layers, computed straight into the lane's buffer.
 
 Autograd makes a new tensor for every gradient, and that of a large matrix is then copied into the lane: three passes
-over memory for nothing, where memory is what a large model waits for. Here the backward of such a layer has the product
-written where it belongs. The products are those that torch computes itself, with the same kernels: the same bits.
+over memory for nothing, where memory is what a large model waits for. Here the backward of such a layer hands the two
+factors of the gradient to whoever collects it, to have the product written where it belongs, or made later
+(``sync/factors.py``). The products are those that torch computes itself, with the same kernels: the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Collector", "straighten"]
+__all__ = ["Collector", "large_linears", "straighten"]
 
 _LARGE_BYTES = 1 << 19
 
@@ -26,8 +27,8 @@ class Collector(Protocol):
     def collecting(self) -> bool:
         """Whether the backward pass of the lane is going on; user code may run others within its loss."""
 
-    def place(self, index: int) -> torch.Tensor | None:
-        """Where the gradient of parameter ``index`` is to be written; None when there is one already."""
+    def take_product(self, index: int, of_outputs: torch.Tensor, inputs: torch.Tensor) -> bool:
+        """Take the gradient of parameter ``index``, as factors over the same samples; False if there is one already."""
 
 
 class _Linear(torch.autograd.Function):
@@ -49,32 +50,39 @@ class _Linear(torch.autograd.Function):
         of_weight = None
         if ctx.needs_input_grad[1]:
             plain = torch.is_grad_enabled() or not collector.collecting  # somebody wants the gradient itself
-            target = None if plain else collector.place(index)
-            if target is None:
+            if plain or not collector.take_product(index, flat, rows):
                 of_weight = flat.t() @ rows
-            else:
-                torch.mm(flat.t(), rows, out=target)
         return of_x, of_weight, of_bias, None
 
 
 def straighten(model: nn.Module, names: Sequence[str], collector: Collector) -> None:
-    """Let the large linear layers of ``model`` write the gradients of their weights into ``collector``.
+    """Let the large linear layers of ``model`` hand the gradients of their weights to ``collector``.
 
-    ``names``: of the parameters, by their number. A layer of another class, a weight that is shared, or a forward that
-    somebody has replaced is left as it is.
+    ``names``: of the parameters, by their number.
+    """
+    for index, module in large_linears(model, names).items():
+        module.forward = _forward(module, (collector, index))  # type: ignore[method-assign]
+
+
+def large_linears(model: nn.Module, names: Sequence[str]) -> dict[int, nn.Linear]:
+    """The large linear layers by the number of their weight among ``names``.
+
+    A layer of another class, a weight that is shared, or a forward that somebody has replaced is left as it is.
     """
     position = {name: index for index, name in enumerate(names)}
     users: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users[id(parameter)] = users.get(id(parameter), 0) + 1
+    found: dict[int, nn.Linear] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         index = position.get(f"{name}.weight" if name else "weight")
         if type(module) is not nn.Linear or index is None or "forward" in vars(module) or weight is None:
             continue
         if weight.nbytes >= _LARGE_BYTES and users[id(weight)] == 1 and weight.dtype == torch.float32:
-            module.forward = _forward(module, (collector, index))  # type: ignore[method-assign]
+            found[index] = module
+    return found
 
 
 def _forward(module: nn.Linear, into: tuple[Collector, int]) -> Any:

@@ -124,7 +124,7 @@ class AllReduce:
         codec = resolve_codec(self.codec)
         # Whoever encodes a gradient needs it in the arena.
         kept = memory_of(codec)
-        needs = Needs(repeatable=codec is None, memory=kept, answers=bool(kept))
+        needs = Needs(repeatable=codec is None, memory=kept, answers=bool(kept), factors=codec is None)
         return ModelState(model, optimizer, needs, **shape)
 
     def job(self, state: ModelState, clips: tuple[Clip, ...]) -> dict[str, Any]:
