@@ -29,7 +29,7 @@ class Job:
     batch_size: int = 128
     workers: int = 1
     threads: int = 1
-    storage: str = "memory"  # "memory", or "file" for a memory-mapped array
+    storage: str = "memory"  # "memory", "shared" for shared memory, or "file" for a memory-mapped array
     slow_slot: int = -1  # the worker that is four times slower (model "sleeper" only); -1: none
 
 

@@ -1,9 +1,9 @@
 """Peak memory over all processes of a run: a 100-million-parameter model, and a 2 GiB array.
 
-    python -m benchmarks.memory --cases model,array,file
+    python -m benchmarks.memory --cases model,array,shared,file
 
 Memory is counted as proportional set size, in which a page that several processes share counts once. Of a side that
-shares memory through anonymous memory files, what these hold is taken instead of its shared pages: processes are looked
+shares memory through files without a name, what these hold is taken instead of its shared pages: processes are looked
 at one after the other, and a page that another one maps meanwhile would count twice.
 """
 
@@ -49,14 +49,20 @@ def _rollup_bytes(pid: int) -> dict[str, int]:
 
 
 def _memory_files(pid: int) -> dict[tuple[int, int], int]:
-    """Bytes held by each anonymous memory file the process has open, by device and inode."""
+    """Bytes held by each memory file the process has open, by device and inode."""
     sizes = {}
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            if str(entry.readlink()).startswith("/memfd:"):
+            if str(entry.readlink()).startswith(("/memfd:", "/dev/shm/torch_")):
                 facts = entry.stat()
                 sizes[facts.st_dev, facts.st_ino] = facts.st_blocks * 512
     return sizes
+
+
+def over_two_gib(storage: str) -> list[Side]:
+    """One epoch of a small model over a large array."""
+    job = [f"--rows={ARRAY_ROWS}", f"--steps={ARRAY_ROWS // 128}", f"--storage={storage}"]
+    return [bare("bare loop, one process", *job), ours(f"manyhands, {WORKERS} workers", *job, f"--workers={WORKERS}")]
 
 
 CASES: dict[str, tuple[str, list[Side]]] = {
@@ -76,31 +82,9 @@ CASES: dict[str, tuple[str, list[Side]]] = {
             ),
         ],
     ),
-    "array": (
-        "mlp on an array of 2 GiB in memory, one epoch",
-        [
-            bare("bare loop, one process", f"--rows={ARRAY_ROWS}", f"--steps={ARRAY_ROWS // 128}"),
-            ours(
-                f"manyhands, {WORKERS} workers",
-                f"--rows={ARRAY_ROWS}",
-                f"--steps={ARRAY_ROWS // 128}",
-                f"--workers={WORKERS}",
-            ),
-        ],
-    ),
-    "file": (
-        "mlp on a memory-mapped file of 2 GiB, one epoch",
-        [
-            bare("bare loop, one process", f"--rows={ARRAY_ROWS}", f"--steps={ARRAY_ROWS // 128}", "--storage=file"),
-            ours(
-                f"manyhands, {WORKERS} workers",
-                f"--rows={ARRAY_ROWS}",
-                f"--steps={ARRAY_ROWS // 128}",
-                f"--workers={WORKERS}",
-                "--storage=file",
-            ),
-        ],
-    ),
+    "array": ("mlp on an array of 2 GiB in memory, one epoch", over_two_gib("memory")),
+    "shared": ("mlp on a tensor of 2 GiB in shared memory, one epoch", over_two_gib("shared")),
+    "file": ("mlp on a memory-mapped file of 2 GiB, one epoch", over_two_gib("file")),
 }
 
 

@@ -72,11 +72,16 @@ def build(
 
 
 def make_data(rows: int, *, storage: str = "memory", seed: int = 0) -> tuple[Tensor | np.memmap, Tensor]:
-    """Seeded features and labels; with storage "file" the features are a memory-mapped file in the current folder."""
+    """Seeded features and labels. With storage "shared" the features lie in shared memory, with "file" they are a
+    memory-mapped file in the current folder."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (rows,), generator=generator)
     if storage == "memory":
         return torch.rand(rows, FEATURES, generator=generator), labels
+    if storage == "shared":
+        shared = torch.empty(rows, FEATURES).share_memory_()
+        torch.rand(rows, FEATURES, generator=generator, out=shared)
+        return shared, labels
     mapped = np.memmap("features.bin", dtype=np.float32, mode="w+", shape=(rows, FEATURES))
     for start in range(0, rows, 16_384):
         block = mapped[start : start + 16_384]

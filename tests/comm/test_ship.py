@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,27 +20,32 @@ from manyhands.errors import UsageError
 LARGE = ship.LARGE_BYTES // 4  # numbers of four bytes
 
 
-def send(obj: object, **options: Any) -> tuple[Any, Segment | None, ship.Parcel]:
-    """What a child would get, and the mapping it lies in."""
-    parcel = ship.pack(obj, "the thing", **options)
-    own = Segment(os.dup(parcel.fds[0]), parcel.segment_bytes, private=True) if parcel.fds else None
-    received = ship.unpack(parcel.code, [], own)
+def send(obj: object) -> tuple[Any, ship.Parcel]:
+    """What a child would get."""
+    parcel = ship.pack(obj, "the thing")
+    received = ship.unpack(parcel.code, [], parcel.fds, parcel.sizes_bytes)
     parcel.close()
-    if own is not None:
-        own.close()
-    return received, own, parcel
+    return received, parcel
 
 
-def is_inside(address: int, segment: Segment | None) -> bool:
-    assert segment is not None
-    return 0 <= address - segment.bytes(0, 1).data_ptr() < segment.size_bytes
+def mapped_from(address: int) -> str:
+    """What is mapped at an address of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, stop = (int(number, 16) for number in line.split()[0].split("-"))
+        if first <= address < stop:
+            return line.split(maxsplit=5)[5] if len(line.split()) > 5 else ""
+    return "nothing"
+
+
+def in_segment(address: int) -> bool:
+    return "manyhands-data" in mapped_from(address)
 
 
 def test_large_arrays_lie_in_the_segment_and_not_in_the_pickle() -> None:
     data = {"tensor": torch.randn(LARGE), "array": np.random.default_rng(0).normal(size=LARGE), "small": torch.ones(3)}
-    received, own, parcel = send(data)
+    received, parcel = send(data)
     assert len(parcel.code) < 10_000
-    assert is_inside(received["tensor"].data_ptr(), own) and is_inside(received["array"].ctypes.data, own)
+    assert in_segment(received["tensor"].data_ptr()) and in_segment(received["array"].ctypes.data)
     assert torch.equal(received["tensor"], data["tensor"]) and torch.equal(received["small"], data["small"])
     assert np.array_equal(received["array"], data["array"])
     assert received["tensor"].data_ptr() % 64 == 0
@@ -50,9 +54,7 @@ def test_large_arrays_lie_in_the_segment_and_not_in_the_pickle() -> None:
 def test_what_a_child_writes_only_the_child_sees() -> None:
     data = torch.zeros(LARGE)
     parcel = ship.pack(data, "the thing")
-    copies = [
-        ship.unpack(parcel.code, [], Segment(parcel.fds[0], parcel.segment_bytes, private=True)) for _ in range(2)
-    ]
+    copies = [ship.unpack(parcel.code, [], parcel.fds, parcel.sizes_bytes) for _ in range(2)]
     copies[0].fill_(5)
     assert not copies[1].any() and not data.any()
     parcel.close()
@@ -62,7 +64,7 @@ def test_later_changes_of_the_caller_are_not_sent() -> None:
     data = np.zeros(LARGE, np.float32)
     parcel = ship.pack(data, "the thing")
     data[:] = 1
-    assert not ship.unpack(parcel.code, [], Segment(parcel.fds[0], parcel.segment_bytes, private=True)).any()
+    assert not ship.unpack(parcel.code, [], parcel.fds, parcel.sizes_bytes).any()
     parcel.close()
 
 
@@ -70,46 +72,69 @@ def measure(channel: Channel) -> None:
     """In a child: read all of the data, then tell how the mapping of it is accounted."""
     message = channel.receive(30)
     assert message is not None
-    own = Segment(message.fds[0], message.body["segment_bytes"], private=True)
-    array = ship.unpack(message.body["code"], [], own)
+    array = ship.unpack(message.body["code"], [], message.fds, message.body["sizes_bytes"])
     total = float(array.sum())
     sizes: dict[str, int] = {}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
-            inside = "manyhands-data" in line
+            inside = "manyhands-data" in line or "/dev/shm/torch_" in line
         elif inside and line.endswith("kB"):
             name, value, _ = line.split()
             sizes[name] = sizes.get(name, 0) + int(value)
-    channel.send(
-        "measured", {"sum": total, "rss": sizes["Rss:"], "private": sizes["Private_Clean:"] + sizes["Private_Dirty:"]}
-    )
+    # A copy would be dirty. Clean pages count as private until the other child has mapped them as well.
+    channel.send("measured", {"sum": total, "rss": sizes["Rss:"], "copied": sizes["Private_Dirty:"]})
     channel.receive(30)
 
 
-def test_two_children_read_one_copy() -> None:
-    array = np.ones(8 << 20, np.float32)  # 32 MiB
+@pytest.mark.parametrize("shared", [False, True], ids=["array", "tensor in shared memory"])
+def test_two_children_read_one_copy(shared: bool) -> None:
+    array: Any = np.ones(8 << 20, np.float32)  # 32 MiB
+    if shared:
+        array = torch.from_numpy(array).share_memory_()
     parcel = ship.pack(array, "the thing")
     children = [local.spawn("test_ship:measure") for _ in range(2)]
     for child in children:
-        child.channel.send("data", {"code": parcel.code, "segment_bytes": parcel.segment_bytes}, parcel.fds)
+        child.channel.send("data", {"code": parcel.code, "sizes_bytes": parcel.sizes_bytes}, parcel.fds)
     answers = [child.channel.receive(30) for child in children]
     for child, answer in zip(children, answers, strict=True):
         assert answer is not None
         assert answer.body["sum"] == len(array)
         assert answer.body["rss"] >= 32 * 1024
-        assert answer.body["private"] < 1024, "the child has a copy of its own"
+        assert answer.body["copied"] < 1024, "the child has a copy of its own"
         child.channel.close()
         assert child.wait(10)
         child.close()
     parcel.close()
 
 
+def test_a_tensor_in_shared_memory_is_taken_as_it_is() -> None:
+    data = torch.arange(1 << 19, dtype=torch.float32).reshape(-1, 64).share_memory_()
+    other, small = torch.ones(1 << 18).bfloat16().repeat(4).share_memory_(), torch.ones(LARGE).share_memory_()
+    received, parcel = send({"all": data, "end": data[-2048:], "other": other, "small": small})
+    assert parcel.sizes_bytes == [small.nbytes, data.nbytes, other.nbytes]
+    assert "/dev/shm/torch_" in mapped_from(received["all"].data_ptr())
+    assert received["end"].data_ptr() - received["all"].data_ptr() == (len(data) - 2048) * 64 * 4
+    assert in_segment(received["small"].data_ptr())
+    for name, value in {"all": data, "end": data[-2048:], "other": other, "small": small}.items():
+        assert received[name].dtype == value.dtype and torch.equal(received[name], value)
+    received["all"].fill_(-1)
+    assert data[0, 1] == 1, "the child wrote into the user's tensor"
+    assert data.sum() > 0, "giving up the parcel took the user's memory along"
+
+
+def test_more_tensors_in_shared_memory_than_a_message_can_carry() -> None:
+    data = [torch.full((1 << 18,), float(number)).share_memory_() for number in range(20)]
+    received, parcel = send(data)
+    assert len(parcel.sizes_bytes) == 17
+    assert all(torch.equal(one, other) for one, other in zip(received, data, strict=True))
+
+
 def test_a_memory_map_travels_as_the_name_of_its_file(tmp_path: Path) -> None:
     np.save(tmp_path / "table.npy", np.arange(3 * LARGE, dtype=np.float32).reshape(3, LARGE))
     table = np.load(tmp_path / "table.npy", mmap_mode="r")
-    received, own, parcel = send({"all": table, "row": table[1]})
-    assert own is None and len(parcel.code) < 10_000
+    received, parcel = send({"all": table, "row": table[1]})
+    assert not parcel.sizes_bytes and len(parcel.code) < 10_000
     assert np.array_equal(received["all"], table) and np.array_equal(received["row"], table[1])
     assert isinstance(received["row"], np.memmap)
     received["all"][0, 0] = -1
@@ -118,12 +143,12 @@ def test_a_memory_map_travels_as_the_name_of_its_file(tmp_path: Path) -> None:
 
 def test_tied_tensors_stay_tied_and_one_array_travels_once() -> None:
     weight = torch.randn(LARGE)
-    received, own, _parcel = send([weight, weight, weight.view(2, -1), weight.numpy()])
+    received, parcel = send([weight, weight, weight.view(2, -1), weight.numpy()])
     assert received[0].data_ptr() == received[1].data_ptr() == received[2].data_ptr() == received[3].ctypes.data
-    assert own is not None and own.size_bytes == 4 * LARGE
+    assert parcel.sizes_bytes == [4 * LARGE]
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
-    received, _, _ = send(model)
+    received, _ = send(model)
     assert received[1].weight is received[0].weight
 
 
@@ -134,10 +159,10 @@ def test_a_placed_tensor_is_found_where_it_lies() -> None:
     place = ship.Place(0, 128, (2, 4), torch.float32)
     arena.tensor(128, (2, 4), torch.float32).fill_(7)
     parcel = ship.pack(model, "the model", {id(model.weight): place})
-    received = ship.unpack(parcel.code, [arena], None)
+    received = ship.unpack(parcel.code, [arena])
     assert isinstance(received.weight, nn.Parameter) and received.weight.requires_grad
     assert received.weight.note == "kept"
-    assert is_inside(received.weight.data_ptr(), arena)
+    assert received.weight.data_ptr() == arena.bytes(128, 1).data_ptr()
     assert received.weight.detach().eq(7).all() and torch.equal(received.bias, model.bias)
     arena.close()
 
@@ -157,7 +182,7 @@ def test_a_placed_tensor_is_found_where_it_lies() -> None:
     ids=["bfloat16", "complex", "transposed", "bool", "gradient", "empty", "sparse", "expanded"],
 )
 def test_tensors_of_every_kind_arrive_as_they_were(value: torch.Tensor) -> None:
-    received, _, _ = send({"value": value})
+    received, _ = send({"value": value})
     got = received["value"]
     assert (got.dtype, got.shape, got.requires_grad) == (value.dtype, value.shape, value.requires_grad)
     assert torch.equal(got.to_dense(), value.to_dense())
@@ -176,7 +201,7 @@ def test_tensors_of_every_kind_arrive_as_they_were(value: torch.Tensor) -> None:
     ids=["text", "records", "strided", "fortran", "big-endian", "objects"],
 )
 def test_arrays_of_every_kind_arrive_as_they_were(value: np.ndarray) -> None:
-    received, _, _ = send(value)
+    received, _ = send(value)
     assert received.dtype == value.dtype and np.array_equal(received, value)
 
 

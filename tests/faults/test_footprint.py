@@ -79,7 +79,7 @@ class Sum(nn.Module):
 
 
 class Weigh(mh.Callback):
-    """Adds up what the workers occupy; memory that several share counts once."""
+    """Adds up what the workers and the caller occupy; memory that several share counts once."""
 
     def __init__(self) -> None:
         self.trainer: mh.Trainer | None = None
@@ -87,12 +87,12 @@ class Weigh(mh.Callback):
 
     def on_epoch_end(self, state: mh.State) -> None:
         assert self.trainer is not None
-        pss = [psutil.Process(pid).memory_full_info().pss for pid in self.trainer.pids.values()]
-        assert len(pss) == 4
+        pss = [psutil.Process(pid).memory_full_info().pss for pid in (*self.trainer.pids.values(), os.getpid())]
+        assert len(pss) == 5
         self.most = max(self.most, sum(pss))
 
 
-def weight_of(x: np.ndarray) -> int:
+def weight_of(x: np.ndarray | torch.Tensor) -> int:
     weigh = Weigh()
     weigh.trainer = mh.Trainer(Sum(), optimizer="momentum", workers=4)
     target = np.zeros(len(x), np.int64)
@@ -101,7 +101,12 @@ def weight_of(x: np.ndarray) -> int:
 
 
 @pytest.mark.slow
-def test_four_workers_share_one_copy_of_the_data() -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["array", "tensor in shared memory"])
+def test_four_workers_share_one_copy_of_the_data(shared: bool) -> None:
+    """Of an array of the caller's they have one between them; what it has shared itself is not copied at all."""
+    before = weight_of(np.full((20, MEGABYTE // 4), 0.5, np.float32))
     x = np.full((300, MEGABYTE // 4), 0.5, np.float32)
-    copies = (weight_of(x) - weight_of(x[:20])) / (x[20:].nbytes)
-    assert 0.5 < copies < 1.3, f"four workers took {copies:.2f} copies of the data"
+    data, nbytes, wanted = (torch.from_numpy(x).share_memory_(), x.nbytes, 1) if shared else (x, x.nbytes, 2)
+    del x
+    copies = (weight_of(data) - before) / nbytes
+    assert wanted - 0.3 < copies < wanted + 0.3, f"a caller and four workers took {copies:.2f} copies of the data"

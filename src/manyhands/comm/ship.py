@@ -1,8 +1,9 @@
 """Sends Python objects from the caller to its own children.
 
 Code and small values travel as a cloudpickle; large arrays and tensors do not: they are laid into one shared
-segment, and each child maps it copy-on-write. Tensors that already lie in the arena travel as their place in it,
-memory-mapped arrays as the name of their file. So any number of workers costs one copy of the data.
+segment, and each child maps it copy-on-write. Tensors that already lie in the arena travel as their place in it, those
+that the user has put into shared memory as their descriptor, memory-mapped arrays as the name of their file. So any
+number of workers costs one copy of the data, or none.
 
 Only a process's own children are ever sent a pickle, and only they may send one back (an exception).
 """
@@ -11,15 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
+from torch.multiprocessing import get_sharing_strategy
 
 from manyhands.comm.segment import Segment, aligned
 from manyhands.errors import UsageError
@@ -27,6 +30,7 @@ from manyhands.errors import UsageError
 __all__ = ["Parcel", "Place", "load_exception", "load_value", "pack", "pack_exception", "pack_value", "unpack"]
 
 LARGE_BYTES = 64 * 1024
+_TAKEN_BYTES, _MOST_TAKEN = 1 << 20, 16  # of shared memory of the user's; a message carries few descriptors
 
 _opened: list[Any] = []  # the segments that the object being unpacked refers to
 
@@ -43,25 +47,16 @@ class Place:
 
 @dataclass(slots=True)
 class Parcel:
-    """A packed object; ``segment`` holds its large arrays (None when it has none)."""
+    """A packed object, and descriptors of the shared memory that must travel along with it."""
 
     code: bytes
-    segment: Segment | None
-
-    @property
-    def fds(self) -> list[int]:
-        """The descriptors that must travel along."""
-        return [] if self.segment is None else [self.segment.fd]
-
-    @property
-    def segment_bytes(self) -> int:
-        """Size of the shared part."""
-        return 0 if self.segment is None else self.segment.size_bytes
+    fds: list[int] = field(default_factory=list)
+    sizes_bytes: list[int] = field(default_factory=list)
 
     def close(self) -> None:
         """Give up the shared part."""
-        if self.segment is not None:
-            self.segment.close()
+        while self.fds:
+            os.close(self.fds.pop())
 
 
 def _placed_tensor(segment: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -94,6 +89,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self._known: dict[tuple[int, int], int] = {}  # (address, size) -> offset: storages that are shared stay shared
         self.pieces: list[tuple[int, np.ndarray]] = []
         self.size_bytes = 0
+        self.taken: dict[int, int] = {}  # descriptor -> size of what the user has shared already
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and id(obj) in self._places:
@@ -106,6 +102,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, _Call):
             return obj.function, obj.arguments
         if type(obj) is torch.Tensor and _is_large_tensor(obj):
+            if (number := self._take_shared(obj)) is not None:
+                return _placed_tensor, (-2 - number, _offset_bytes(obj), tuple(obj.shape), obj.dtype)
             offset = self._take(obj.numpy() if obj.dtype is not torch.bfloat16 else obj.view(torch.int16).numpy())
             return _placed_tensor, (-1, offset, tuple(obj.shape), obj.dtype)
         if type(obj) is torch.Tensor and _is_small_part(obj):
@@ -121,6 +119,19 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             offset = file.offset + array.ctypes.data - file.ctypes.data
             return _file_array, (str(Path(str(file.filename)).resolve()), offset, array.shape, array.dtype.str)
         return _shared_array, (self._take(np.ascontiguousarray(array)), array.shape, array.dtype.str)
+
+    def _take_shared(self, tensor: torch.Tensor) -> int | None:
+        """Which descriptor a tensor lies in that its user has put into shared memory, if it has."""
+        storage = tensor.untyped_storage()
+        if not storage.is_shared() or storage.nbytes() < _TAKEN_BYTES:
+            return None
+        if get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
+            return None
+        fd, size_bytes = storage._share_fd_cpu_()
+        if fd < 0 or (fd not in self.taken and len(self.taken) == _MOST_TAKEN):
+            return None
+        self.taken[fd] = size_bytes
+        return list(self.taken).index(fd)
 
     def _take(self, array: np.ndarray) -> int:
         key = (array.ctypes.data, array.nbytes)
@@ -149,6 +160,11 @@ def _is_large_tensor(tensor: torch.Tensor) -> bool:
         and tensor.nbytes >= LARGE_BYTES
         and not tensor.is_quantized
     )
+
+
+def _offset_bytes(tensor: torch.Tensor) -> int:
+    """Where a tensor begins in its storage."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _is_small_part(tensor: torch.Tensor) -> bool:
@@ -180,18 +196,21 @@ def pack(obj: object, what: str, places: Mapping[int, Place] | None = None) -> P
             f"{what} cannot be sent to a worker: {culprit or error}. "
             "Everything it refers to must be picklable; open files, locks and sockets inside the worker instead."
         ) from error
-    segment = None
-    if packer.pieces:
+    parcel = Parcel(file.getvalue())
+    if packer.pieces or packer.taken:
         segment = Segment.create(packer.size_bytes, "data")
         for offset, array in packer.pieces:
             target = segment.bytes(offset, array.nbytes).numpy()
             np.copyto(target, array.reshape(-1).view(np.uint8))
-    return Parcel(file.getvalue(), segment)
+        parcel.fds = [segment.fd, *map(os.dup, packer.taken)]
+        parcel.sizes_bytes = [packer.size_bytes, *packer.taken.values()]
+    return parcel
 
 
-def unpack(code: bytes, known: list[Segment], own: Segment | None) -> Any:
-    """Rebuild a packed object; ``known`` are the segments that places refer to, ``own`` is the parcel's."""
-    _opened[:] = [*known, own]
+def unpack(code: bytes, known: Sequence[Segment], fds: Sequence[int] = (), sizes_bytes: Sequence[int] = ()) -> Any:
+    """Rebuild a packed object; ``known`` are the segments that places refer to, the others come with the parcel."""
+    own = [Segment(fd, size, private=True) for fd, size in zip(fds, sizes_bytes, strict=True)]
+    _opened[:] = [*known, *reversed(own)]  # whose numbers are negative, whatever is known
     try:
         return pickle.loads(code)
     finally:

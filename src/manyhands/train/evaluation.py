@@ -116,7 +116,7 @@ class Dispatch:
             self._told[slot] = seat.process.pid
             self._todo.extendleft(reversed(held))
             held.clear()
-            body = {"source": self.number, "code": parcel.code, "segment_bytes": parcel.segment_bytes}
+            body = {"source": self.number, "code": parcel.code, "sizes_bytes": parcel.sizes_bytes}
             self.supervisor.send(slot, "source", body, parcel.fds)
         while self._todo and len(held) < 2:
             first, stop = self._todo.popleft()

@@ -100,7 +100,7 @@ def _find_arena(job: LaunchJob, timeout_s: float = 600.0) -> Arena:
     stack = StackFile()
     process = local.spawn("manyhands.train.worker:main")
     try:
-        body = {"slot": 0, "arena": None, "code": parcel.code, "segment_bytes": parcel.segment_bytes}
+        body = {"slot": 0, "arena": None, "code": parcel.code, "sizes_bytes": parcel.sizes_bytes}
         process.channel.send("setup", body, [stack.fd, *parcel.fds])
         message = process.channel.receive(timeout_s)
     except ChannelClosed:

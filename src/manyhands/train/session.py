@@ -98,7 +98,7 @@ class Session:
             "role": self.supervisor.role_of(slot),
             "arena": self._spec,
             "code": self._parcel.code,
-            "segment_bytes": self._parcel.segment_bytes,
+            "sizes_bytes": self._parcel.sizes_bytes,
             "post": None,
         }
         if self._coordination is not None:

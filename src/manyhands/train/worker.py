@@ -15,7 +15,6 @@ import torch
 
 from manyhands.comm import ship
 from manyhands.comm.arena import LEFT_OUT, Arena, ArenaSpec
-from manyhands.comm.segment import Segment
 from manyhands.core.policies import usual_ramp
 from manyhands.data.source import Source
 from manyhands.engine.channel import Channel, Message
@@ -83,8 +82,7 @@ def _unpack(message: Message) -> tuple[Arena | None, Job | LaunchJob]:
     spec = body["arena"]
     arena = None if spec is None else Arena(msgspec.convert(spec, ArenaSpec, strict=False), fds[1])
     rest = fds[1:] if arena is None else fds[2:]
-    own = Segment(rest[0], body["segment_bytes"], private=True) if rest else None
-    job = ship.unpack(body["code"], [] if arena is None else [arena.segment], own)
+    job = ship.unpack(body["code"], [] if arena is None else [arena.segment], rest, body["sizes_bytes"])
     assert isinstance(job, (Job, LaunchJob))
     torch.set_num_threads(job.threads)
     return arena, job
@@ -230,9 +228,9 @@ class Worker:
 
     def _take_source(self, message: Message) -> None:
         body = message.body
-        own = Segment(message.fds[0], body["segment_bytes"], private=True) if message.fds else None
         self._sources.clear()
-        self._sources[body["source"]] = ship.unpack(body["code"], [self._arena.segment], own)
+        source = ship.unpack(body["code"], [self._arena.segment], message.fds, body["sizes_bytes"])
+        self._sources[body["source"]] = source
         for fd in message.fds:
             os.close(fd)
 
