@@ -33,6 +33,7 @@ from manyhands.train.run_folder import RunFolder
 from manyhands.train.schedule import Course, Schedule
 from manyhands.train.session import Session
 from manyhands.train.state import ModelState
+from manyhands.train.tally import add_in_order, sums_of
 
 __all__ = ["Fit"]
 
@@ -266,26 +267,19 @@ class Fit:
         last_round = self.course.done(max(steps - self.course.span, 0))
         if done <= first:  # after a death, steps that were added up before may be taken again
             return
-        skipped = {}
-        self._last_sums = np.zeros_like(self._sums)
-        for batch in range(first, done):
-            rows = self.course.batch_rows(batch)
-            # The other lanes have no rows.
-            row = stats[batch % len(stats), : min(rows, self.course.lanes)].sum(axis=0)
-            sums, moved = np.split(row, [len(self._sums)])
-            self.history.count_rows(moved)
-            counted = int(sums[0]) if np.isfinite(sums[1]) else 0
-            if counted and batch >= self._consumed:
-                self._sums += sums
-            if counted < rows:
-                skipped[batch] = rows - counted
-            if batch >= last_round:
-                self._last_sums += sums
-            self._samples += int(sums[0]) * (batch >= self._consumed)
+        batches = np.arange(first, done)
+        rows, fresh = self.course.rows_of(batches), batches >= self._consumed
+        sums, moved = np.split(sums_of(stats[:, : self.course.lanes], batches, rows), [len(self._sums)], axis=1)
+        counted = np.where(np.isfinite(sums[:, 1]), sums[:, 0], 0)
+        self._sums = add_in_order(self._sums, sums[fresh & (counted > 0)])
+        self._last_sums = add_in_order(np.zeros_like(self._sums), sums[batches >= last_round])
+        self._samples += int(sums[fresh, 0].sum())
+        self.history.count_rows(moved.sum(axis=0))
         self._consumed, self._entered = max(done, self._consumed), done
         epoch = first // self.course.steps_per_epoch
         self.archive.ledger.commit(epoch, first, done - 1)
-        for batch, count in skipped.items():
+        for at in np.flatnonzero(counted < rows).tolist():
+            batch, count = first + at, int(rows[at] - counted[at])
             self.archive.ledger.skip(epoch, batch, "the loss was not finite", count)
             self.archive.emit("step_skipped", step=batch, samples=count, why="the loss was not finite")
 

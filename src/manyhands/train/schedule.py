@@ -112,6 +112,11 @@ class Course:
         """Rows of the whole batch."""
         return min(self.batch_size, self.samples - batch % self.steps_per_epoch * self.batch_size)
 
+    def rows_of(self, batches: np.ndarray) -> np.ndarray:
+        """Rows of each of these batches."""
+        rows: np.ndarray = self.samples - batches % self.steps_per_epoch * self.batch_size
+        return rows.clip(max=self.batch_size)
+
 
 @dataclass(frozen=True, slots=True)
 class PerEpoch:
