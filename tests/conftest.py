@@ -29,6 +29,9 @@ SHARED_MEMORY = Path("/dev/shm")
 MARK = "MANYHANDS_TEST_PROCESS"
 os.environ[MARK] = f"{os.getpid()}-{time.time_ns()}"
 
+# A shell that starts something in the background lets it ignore Ctrl-C; the tests send it to what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.register_profile("house", deadline=None)  # the machine may be busy; pytest-timeout bounds the whole test
 settings.load_profile("house")
 

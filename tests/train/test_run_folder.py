@@ -81,6 +81,7 @@ import os, sys
 from manyhands.train.run_folder import RunFolder
 lock = RunFolder(sys.argv[1]).lock()
 if os.fork() == 0:
+    os.write(1, b"forked")
     os.close(1)
     sys.stdin.read()
     os._exit(0)
@@ -88,8 +89,9 @@ os._exit(0)
 """
     folder = RunFolder.create(tmp_path, "forked")
     command = [sys.executable, "-c", script, str(folder.path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as parent:
-        assert parent.stdin is not None
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdout.read() == b"forked"
         os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
         folder.lock().release()
         parent.stdin.close()  # the child ends
