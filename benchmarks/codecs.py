@@ -25,9 +25,10 @@ from manyhands.recipes import get, with_settings
 WORKERS = 2
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "adam": partial(torch.optim.Adam, lr=1e-3),
+    "adam": partial(torch.optim.Adam, lr=1e-2),
+    "adam-slow": partial(torch.optim.Adam, lr=1e-3),
 }
-TITLES = {"sgd": "SGD, momentum 0.9", "adam": "Adam"}
+TITLES = {"sgd": "SGD, momentum 0.9", "adam": "Adam, rate 0.01", "adam-slow": "Adam, rate 0.001"}
 WAYS: dict[str, Any] = {
     "fp32": mh.AllReduce(codec="fp32"),
     "int8": mh.AllReduce(codec="int8"),

@@ -8,13 +8,15 @@ global batch of 128, a synchronous one all of them. `server` is also measured ag
 measured twice: as its example does it with torch.optim.Adam as it comes, and tuned, with fused Adam (which is what
 manyhands takes by itself) and, where that is faster, weights as bare arrays; TensorFlow's strategy, which has no
 synchronous mode, tuned with ten updates in each closure. Ray comes with the extra `bench`; a peer that is not installed
-is named under the table.
+is named under the table. Asynchronous workers of ours join in one after the other, so the first seconds of every side
+are not measured.
 """
 
 import argparse
 import importlib.util
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
 
@@ -49,9 +51,9 @@ PEERS = (
 )
 
 
-def make_sides(model: str, workers: int, seconds: float, rows: int) -> dict[tuple[str, str], Side]:
+def make_sides(model: str, workers: int, times: Sequence[str], rows: int) -> dict[tuple[str, str], Side]:
     """Sides by (whose, mode), in the order in which they run: peers directly after ours of the same mode."""
-    options = (f"--model={model}", f"--workers={workers}", f"--seconds={seconds}", "--threads=1")
+    options = (f"--model={model}", f"--workers={workers}", *times, "--threads=1")
     sides = {}
     for word, mode in OURS.items():
         trainer, size = f"--trainer={json.dumps({'sync': word})}", rows // workers if mode == "async" else rows
@@ -94,8 +96,8 @@ def installed_note() -> str:
     return f"\n\n{note} Not installed, so not measured: {', '.join(missing)}." if missing else f"\n\n{note}"
 
 
-def measure(model: str, workers: list[int], rounds: int, seconds: float, rows: int) -> str:
-    by_count = [make_sides(model, count, seconds, rows) for count in workers]
+def measure(model: str, workers: list[int], rounds: int, times: Sequence[str], rows: int) -> str:
+    by_count = [make_sides(model, count, times, rows) for count in workers]
     results = run_rounds([side for sides in by_count for side in sides.values()], rounds)
     headers = ["manyhands, workers × threads", "samples/s", "against", "its samples/s", "ratio"]
     lines = [line for sides in by_count for line in compare(sides, results)]
@@ -108,11 +110,13 @@ def main() -> None:
     parser.add_argument("--models", default="mlp,wide")
     parser.add_argument("--workers", default="2")
     parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--warm-s", type=float, default=6.0)
     parser.add_argument("--batch-size", type=int, default=128, help="of all workers together")
     options = parser.parse_args()
     workers = [int(count) for count in options.workers.split(",")]
+    times = (f"--seconds={options.seconds}", f"--warm-s={options.warm_s}")
     for model in options.models.split(","):
-        body = measure(model, workers, options.pairs, options.seconds, options.batch_size)
+        body = measure(model, workers, options.pairs, times, options.batch_size)
         write_block(f"vs_servers {model}", body, module="vs_servers")
 
 
