@@ -82,7 +82,6 @@ from manyhands.train.run_folder import RunFolder
 lock = RunFolder(sys.argv[1]).lock()
 if os.fork() == 0:
     os.write(1, b"forked")
-    os.close(1)
     sys.stdin.read()
     os._exit(0)
 os._exit(0)
@@ -91,7 +90,7 @@ os._exit(0)
     command = [sys.executable, "-c", script, str(folder.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdin is not None and parent.stdout is not None
-        assert parent.stdout.read() == b"forked"
+        assert parent.stdout.read(6) == b"forked"
         os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
         folder.lock().release()
         parent.stdin.close()  # the child ends
