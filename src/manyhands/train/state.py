@@ -85,13 +85,26 @@ class Needs:
     """Numbers that a schedule tells, at least."""
 
 
-def _recovery(needs: Needs, lanes: int, size_bytes: int) -> dict[str, bool]:
-    """How a death in apply is answered, for parameters of ``size_bytes``: by an undo log, or from a copy."""
+def _cut(
+    model: nn.Module, entries: Sequence[Entry], template: Template | None, layout: StateLayout, needs: Needs, lanes: int
+) -> dict[str, Any]:
+    """How what is applied is cut, and how a death in apply is answered: by an undo log, or from a copy."""
     # What lanes keep has two banks, which is enough to compute a lane again, not to go back by many steps.
+    size_bytes = sum(entry.size_bytes for entry in entries)
     most = min(KEPT_BYTES, SERVED_BYTES) if needs.servers else KEPT_BYTES
     keeps = needs.repeatable and not needs.memory and not needs.memory_numbers and size_bytes <= most
     shared = lanes > 1 and not needs.servers and size_bytes > WHOLE_BYTES
-    return {"keeps": keeps, "whole": keeps and not shared}
+    whole = keeps and not shared
+    elementwise = template is not None and template.elementwise and not layout.extras
+    factored = _factored(model, entries) if needs.factors and elementwise and not whole else []
+    units = cut_units(entries, elementwise, factored)
+    planes = [*layout.planes, *([LEFT_OUT] if needs.answers else [])]
+    unit_bytes = [unit.stop - unit.start for unit in units]
+    undo_bytes = undo_capacity(len(planes), unit_bytes, _extra_bytes(layout), alone=needs.exchange)
+    return {
+        "planes": planes, "units": units, "factored": factored, "keeps": keeps, "whole": whole,
+        "undo_bytes": 0 if keeps else undo_bytes, "undo_units": 0 if keeps else BATCH_UNITS,
+    }  # fmt: skip
 
 
 class ModelState:
@@ -124,27 +137,14 @@ class ModelState:
         layout = StateLayout()
         if optimizer is not None:
             self.template, layout = dissect(model, optimizer, of_tables)
-        elementwise = self.template is not None and self.template.elementwise and not layout.extras
-        recovery = _recovery(needs, lanes, sum(entry.size_bytes for entry in entries))
-        factors = needs.factors and elementwise and not recovery["whole"]
-        factored = _factored(model, entries) if factors else []
-        units = cut_units(entries, elementwise, factored)
-        planes = [*layout.planes, *([LEFT_OUT] if needs.answers else [])]
-        unit_bytes = [unit.stop - unit.start for unit in units]
-        undo_bytes = undo_capacity(len(planes), unit_bytes, _extra_bytes(layout), alone=needs.exchange)
         spec = ArenaSpec(
             parameters=entries,
             fixed=lay_out(fixed),
             buffers=lay_out(buffers),
-            planes=planes,
             extras=layout.extras,
             scalars=layout.scalars,
-            units=units,
-            factored=factored,
             slots=MOST_WORKERS + needs.servers,
-            undo_bytes=0 if recovery["keeps"] else undo_bytes,
-            undo_units=0 if recovery["keeps"] else BATCH_UNITS,
-            **recovery,
+            **_cut(model, entries, self.template, layout, needs, lanes),
             memory=list(needs.memory),
             memory_numbers=needs.memory_numbers,
             exchange=(needs.parts or needs.servers) if exchange else 0,
@@ -161,7 +161,7 @@ class ModelState:
         self._loan: Loan | None = None
         self._by_row = TableState(self.arena) if tables else None
         self._units_of: dict[int, list[int]] = {}
-        for number, unit in enumerate(units):
+        for number, unit in enumerate(spec.units):
             self._units_of.setdefault(unit.parameter, []).append(number)
         self.places = self._find_places(trained, fixed, [parameter for _, parameter in tables])
         self.copy_in(model)
