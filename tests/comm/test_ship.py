@@ -82,8 +82,8 @@ def measure(channel: Channel) -> None:
         elif inside and line.endswith("kB"):
             name, value, _ = line.split()
             sizes[name] = sizes.get(name, 0) + int(value)
-    # A copy would be dirty. Clean pages count as private until the other child has mapped them as well.
-    channel.send("measured", {"sum": total, "rss": sizes["Rss:"], "copied": sizes["Private_Dirty:"]})
+    # A copy would be anonymous memory. "Private" says nothing here: so is a page that the other child has not read yet.
+    channel.send("measured", {"sum": total, "rss": sizes["Rss:"], "copied": sizes["Anonymous:"]})
     channel.receive(30)
 
 
