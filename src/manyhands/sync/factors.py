@@ -25,7 +25,8 @@ FACTORED_BYTES = 2 << 20
 """The smallest weight for which it pays."""
 _LEAST_BYTES, _MOST_BYTES = 128 * 1024, 1 << 20  # of a product that is made at once: what the cache holds
 _ROWS, _LEAST_ROWS = 16, 32  # a cut is at a multiple of these; fewer make a product slow
-_MOST_SAMPLES = 128  # of a product that kernels finish before they add it to what there is
+# Of a product that kernels finish before they add it to what there is. One over a single sample they may add unrounded.
+_LEAST_SAMPLES, _MOST_SAMPLES = 2, 128
 _ALIGNED = 16  # numbers
 
 
@@ -41,7 +42,7 @@ def pay(shape: Sequence[int], samples: int) -> bool:
     """Whether to leave factors: they are over few ``samples``, and take less than half of the gradient's room."""
     outputs, inputs = shape
     small = 2 * (samples * (outputs + inputs) + _ALIGNED) <= outputs * inputs
-    return small and 0 < samples <= _MOST_SAMPLES
+    return small and _LEAST_SAMPLES <= samples <= _MOST_SAMPLES
 
 
 def factors_in(home: torch.Tensor, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
