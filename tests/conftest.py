@@ -24,6 +24,8 @@ ZYGOTE = "manyhands.engine.zygote"
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 DESCRIPTOR_TOLERANCE = 4  # the first test that starts workers also opens the links to the zygote
 SHARED_MEMORY = Path("/dev/shm")
+# Torch's compiler, which comes with the first optimizer, and scikit-learn set these when they are imported.
+SET_BY_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 
 # Descendants inherit this mark, so an orphan is found also after init has adopted it.
 MARK = "MANYHANDS_TEST_PROCESS"
@@ -108,7 +110,8 @@ def descriptors() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    ignored = {"PYTEST_CURRENT_TEST", *SET_BY_IMPORTS}
+    return {name: value for name, value in os.environ.items() if name not in ignored}
 
 
 def handlers() -> dict[str, Any]:

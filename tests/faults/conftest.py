@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-# Torch imports its compiler when the first optimizer is built, and that sets an environment variable. Done here, it
-# is not held against the first test that builds one.
-import torch._dynamo  # noqa: F401
-
 from manyhands.train import state
 
 

@@ -51,8 +51,8 @@ def test_rows_that_are_too_long_are_not_cut() -> None:
 
 
 @pytest.mark.parametrize("shape, samples, wanted", [
-    ((800, 800), 0, False), ((800, 800), 1, False), ((800, 800), 2, True), ((800, 800), 199, False), ((4096, 4096), 129, False),
-    ((9000, 64), 64, False), ((9000, 64), 16, True),
+    ((800, 800), 0, False), ((800, 800), 1, False), ((800, 800), 2, True), ((800, 800), 199, False),
+    ((4096, 4096), 129, False), ((9000, 64), 64, False), ((9000, 64), 16, True),
 ])  # fmt: skip
 def test_when_it_pays(shape: tuple[int, int], samples: int, wanted: bool) -> None:
     assert pay(shape, samples) is wanted

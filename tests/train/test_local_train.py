@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sklearn.datasets  # noqa: F401 - sets environment variables when it is imported first, so not within a test
 import torch
 from jobs import ROWS, X, Y, digest_of, mlp, one_thread, train
 from torch import nn
