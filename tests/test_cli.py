@@ -237,6 +237,40 @@ def test_local_steps_are_trained_and_resumed(sync: str, line: str, shell: Shell)
     assert (record["sync"], record["steps"]) == (sync, 60)
 
 
+def test_a_run_goes_on_under_another_way_of_agreeing(shell: Shell) -> None:
+    words = ("train", "own.py", "--workers", "1", "--sync", "async", "--run-dir", "own", "--epochs", "2", "--json")
+    assert shell.run(*words).returncode == 0
+    resumed = shell.run("resume", "own", "--epochs", "3", "--sync", "allreduce", "--workers", "2", "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    record = json.loads((shell.folder / "own" / "run.json").read_text())
+    assert (record["sync"], record["steps"], record["lanes"]) == ("allreduce", 60, 2)
+    refused = shell.run("resume", "own", "--epochs", "4", "--batch-size", "20")
+    assert refused.returncode == 3
+    assert "batch_size was 10, is 20" in refused.stderr
+
+
+def test_scale_tells_staleness(shell: Shell) -> None:
+    words = (
+        "scale",
+        "own.py",
+        "--workers",
+        "2",
+        "--steps",
+        "20",
+        "--repeats",
+        "1",
+        "--sync",
+        "async,bounded",
+        "--json",
+    )
+    done = shell.run(*words)
+    assert done.returncode == 0, done.stderr
+    for row in json.loads(done.stdout.splitlines()[-1])["rows"]:
+        assert 0 <= row["updates"]["staleness_p50"] <= row["updates"]["staleness_p95"]
+        assert row["updates"]["applied"] == 40
+        assert f"{row['sync']} with 2: staleness p50 {row['updates']['staleness_p50']}, p95" in done.stdout
+
+
 def test_scale_measures_each_count_and_ends_in_the_same_weights(shell: Shell) -> None:
     words = ("scale", "own.py", "--workers", "1,2", "--steps", "20", "--repeats", "1", "--plot", "scale.png")
     done = shell.run(*words, "--sync", "allreduce,local", "--json")
@@ -276,6 +310,9 @@ def test_scale_measures_each_count_and_ends_in_the_same_weights(shell: Shell) ->
         (["explain", "nothing"], "no run 'nothing'"),
         (["scale", "linear", "--workers", "1,x"], "such as 1,2,4"),
         (["scale", "linear", "--steps", "0"], "--steps 0: valid"),
+        (["scale", "linear", "--lanes", "0"], "--lanes 0: valid"),
+        (["scale", "linear", "--workers", "1,100"], "workers received 100; valid"),
+        (["scale", "linear", "--sync", "allreduce,asnyc"], "Did you mean 'async'?"),
         (["scale", "linear", "--plot", "/nowhere/at/all.png"], "the folder does not exist"),
     ],
 )

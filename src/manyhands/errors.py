@@ -4,7 +4,8 @@ ManyhandsError
 ├── UsageError (ValueError)           the call is wrong; nothing was started
 │   ├── DataError                     the data cannot be used as given
 │   ├── ModelError                    the model cannot be trained as given
-│   └── MissingExtra                  an optional package is not installed
+│   ├── MissingExtra                  an optional package is not installed
+│   └── UnknownOption (TypeError)     an argument of that name does not exist
 ├── RunError (RuntimeError)           the run cannot go on
 │   ├── NotFinite                     a loss became NaN or infinite
 │   ├── WorkerCrashed                 workers die again and again without progress
@@ -23,7 +24,10 @@ An exception of the user's own code keeps its type; ``RemoteTraceback`` is its c
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 __all__ = [
     "ChannelClosed",
@@ -40,8 +44,11 @@ __all__ = [
     "RemoteTraceback",
     "RunError",
     "RunLocked",
+    "UnknownOption",
     "UsageError",
     "WorkerCrashed",
+    "named_fields",
+    "named_options",
     "unknown_name",
 ]
 
@@ -71,6 +78,10 @@ class MissingExtra(UsageError):
 
     def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str]]:
         return MissingExtra, (self._what, self._extra)
+
+
+class UnknownOption(UsageError, TypeError):
+    """An argument of that name does not exist; the message has the nearest one."""
 
 
 class RunError(ManyhandsError, RuntimeError):
@@ -120,9 +131,35 @@ class RemoteTraceback(Exception):
         return "\n" + str(self.args[0]) if self.args else ""
 
 
-def unknown_name(kind: str, received: object, valid: Iterable[str]) -> UsageError:
+def unknown_name(kind: str, received: object, valid: Iterable[str], error: type[UsageError] = UsageError) -> UsageError:
     """The error for a name that does not exist, with the nearest name that does."""
     names = sorted(valid)
     near = difflib.get_close_matches(str(received), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return UsageError(f"unknown {kind} {received!r}.{hint} Valid: {', '.join(names)}.")
+    return error(f"unknown {kind} {received!r}.{hint} Valid: {', '.join(names)}.")
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+def named_options(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``; an argument whose name does not exist is refused with the nearest name that does."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [item.name for item in parameters if item.kind != item.VAR_POSITIONAL and item.name != "self"]
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
+        for name in options:
+            if name not in names:
+                raise unknown_name("option", name, names, UnknownOption)
+        return function(*arguments, **options)
+
+    return call
+
+
+def named_fields(kind: type[T]) -> type[T]:
+    """The same for the class of a configuration."""
+    setattr(kind, "__init__", named_options(kind.__init__))  # noqa: B010
+    return kind

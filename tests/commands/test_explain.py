@@ -71,3 +71,8 @@ def test_deaths_and_recoveries_are_counted_with_the_longest_stall() -> None:
     assert lines[1].endswith("worker 1 (pid 7) died: SIGKILL, at step 5 in phase compute")
     assert lines[2].endswith("the run went on 0.250 s later")
     assert len(lines) == 5
+
+
+def test_a_run_that_went_back_says_so() -> None:
+    lines = trouble_lines([{"event": "rolled_back", "time": 1.0, "step": 4, "text": "back to step 4"}])
+    assert lines[1].endswith("back to step 4")

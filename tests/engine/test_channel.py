@@ -62,6 +62,32 @@ def test_descriptors_travel_and_are_not_inherited(ends: tuple[Channel, Channel])
         os.close(fd)
 
 
+def test_who_stops_in_the_middle_of_a_frame_holds_nobody_up() -> None:
+    """Whoever looks gets None at once, and the frame once the rest of it has come, with its descriptors."""
+    read, write = os.pipe()
+    sender, raw = Channel.pair()
+    sender.send("big", {"load": bytes(range(256)) * 100}, [write])
+    whole, fds, _, _ = socket.recv_fds(raw, 1 << 20, 4)
+    ours, theirs = Channel.pair()
+    begun = time.monotonic()
+    for first, stop in ((0, 3), (3, 8), (8, 9), (9, len(whole) - 1)):
+        if first:
+            theirs.sendall(whole[first:stop])
+        else:
+            socket.send_fds(theirs, [whole[:stop]], fds)
+        assert ours.receive(0) is None
+    assert time.monotonic() - begun < 5
+    theirs.sendall(whole[-1:])
+    message = ours.receive(0)
+    assert message is not None and message.body["load"] == bytes(range(256)) * 100
+    os.write(message.fds[0], b"through")
+    assert os.read(read, 10) == b"through"
+    for fd in (*message.fds, *fds, read, write):
+        os.close(fd)
+    for end in (sender, raw, ours, theirs):
+        end.close()
+
+
 def test_nothing_to_read_is_none_after_the_time_out(ends: tuple[Channel, Channel]) -> None:
     ours, _ = ends
     for timeout_s in (0, 0.1):

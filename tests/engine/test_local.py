@@ -145,6 +145,27 @@ def test_shutdown_ends_everything_and_is_no_end_for_later() -> None:
     assert local.zygote_pid() is not None
 
 
+def test_an_answer_that_comes_too_late_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = local.spawn("test_local:leave")
+    assert child.wait(60)
+    zygote = local.zygote_pid()
+    assert zygote is not None
+    monkeypatch.setattr(local, "_ANSWER_TIMEOUT_S", 0.2)
+    os.kill(zygote, signal.SIGSTOP)
+    try:
+        assert child.ending().words == "ended"  # nobody can say more now
+    finally:
+        os.kill(zygote, signal.SIGCONT)
+    monkeypatch.undo()
+    other = local.spawn("test_local:sleep")
+    assert other.channel.receive(30) is not None and other.is_alive()
+    assert child.ending().words == "exited with code 7"
+    other.signal(signal.SIGKILL)
+    assert other.wait(10) and other.ending().words == "killed by SIGKILL"
+    other.close()
+    child.close()
+
+
 SCRIPT = """
 import sys, time
 from manyhands.engine import local
@@ -153,23 +174,31 @@ child.channel.receive(60)
 print(local.zygote_pid(), child.pid, flush=True)
 time.sleep(60)
 """
+# A fork of the caller holds everything that the caller had open, and lives on.
+FORKING = SCRIPT.replace("print(", "import os\nif os.fork() == 0:\n    time.sleep(20)\n    os._exit(0)\nprint(")
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_outlives_a_caller_that_is_killed(number: int) -> None:
+@pytest.mark.parametrize("script, number", [
+    (SCRIPT, signal.SIGKILL), (SCRIPT, signal.SIGTERM), (SCRIPT, signal.SIGINT), (FORKING, signal.SIGKILL),
+], ids=["SIGKILL", "SIGTERM", "SIGINT", "a fork lives on"])  # fmt: skip
+def test_nothing_outlives_a_caller_that_is_killed(script: str, number: int) -> None:
     source = str(Path(manyhands.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([source, str(Path(__file__).parent)])}
     caller = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
     )
     with caller:
         assert caller.stdout is not None
         zygote, worker = map(int, caller.stdout.readline().split())
         assert not gone(zygote) and not gone(worker)
+        forks = [child for child in psutil.Process(caller.pid).children() if child.pid != zygote]
+        assert len(forks) == (script == FORKING)
         caller.send_signal(number)
         caller.wait(10)
         assert within(5, lambda: gone(worker) and gone(zygote))
+        for fork in forks:
+            fork.kill()
 
 
 def test_a_target_that_does_not_exist_ends_the_child_and_not_the_zygote() -> None:

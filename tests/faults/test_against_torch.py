@@ -58,6 +58,27 @@ def larger() -> nn.Module:
     return large(800)
 
 
+def masked() -> nn.Module:
+    """Parts of two matrices never move: their gradients are masked by hooks."""
+    model = larger()
+    for layer in (model[0], model[2]):
+        layer.weight.register_hook(lambda gradient: gradient * (torch.arange(gradient.shape[1]) % 3 > 0))
+    return model
+
+
+@pytest.mark.usefixtures("way")
+def test_hooks_of_parameters_run() -> None:
+    reference, before = masked(), masked()
+    plain_loop(reference, FACTORIES["adam"], None)
+    assert torch.equal(reference[2].weight[:, ::3], before[2].weight[:, ::3])
+    assert not torch.equal(reference[2].weight, before[2].weight)
+    assert Scene(masked, FACTORIES["adam"], table(SAMPLES), EPOCHS, BATCH, lanes=1).run(2).digest == mh.digest(
+        reference
+    )
+    digests = {Scene(masked, FACTORIES["adam"], table(SAMPLES), 1, BATCH, lanes=4).run(n).digest for n in (1, 3)}
+    assert len(digests) == 1
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("make_model", [still_mlp, Cnn, large, larger])

@@ -41,6 +41,16 @@ def test_any_number_of_workers_gives_the_same_weights(codec: str) -> None:
     assert outcomes[0].history.metrics["loss"][-1] < 1.5 and plain.history.bytes == {}
 
 
+@pytest.mark.parametrize("sync", [
+    *(f"allreduce:{codec}" for codec in CODECS), "server:int8", mh.Local(every=4, codec="int8"), "async:int8",
+], ids=str)  # fmt: skip
+def test_a_single_lane(sync: Any) -> None:
+    job = Scene(data=table(202), trainer={"sync": sync}, lanes=1)
+    alone, two = job.run(1), job.run(2)
+    assert alone.history.metrics["loss"][-1] < 1.5
+    assert alone.digest == two.digest or sync == "async:int8"
+
+
 def wide() -> nn.Module:
     """Its first layer is large enough to write its gradient straight into the lane."""
     return Mlp(width=14_000)

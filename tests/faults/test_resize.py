@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -60,6 +61,28 @@ def test_from_another_thread_while_steps_run() -> None:
     assert seen == [4, 2, 3, 1, 2]
     assert {event["workers"] for event in resized.events("plan")} >= {1, 2, 3, 4}
     assert resized.digest == scene.run(1).digest
+
+
+def test_from_another_thread_at_the_edges_of_a_fit() -> None:
+    """Before anybody listens, and when nobody does any more."""
+    scene = Scene(epochs=1)
+    trainer, over, errors, asked = mh.Trainer(scene.make_model(), workers=1), threading.Event(), [], []
+
+    def insist() -> None:
+        while not over.is_set():
+            try:
+                trainer.resize(1)
+                asked.append(trainer._fit is not None)
+            except BaseException as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=insist)
+    thread.start()
+    for _ in range(3):
+        trainer.fit(scene.data, batch_size=16, run_dir=False, progress="quiet")
+    over.set()
+    thread.join(10)
+    assert errors == [] and {True, False} <= set(asked)
 
 
 def test_more_workers_than_lanes_and_a_range() -> None:

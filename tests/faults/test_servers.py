@@ -22,7 +22,7 @@ from counting import (
     effects,
     worker_pids,
 )
-from scenes import Cnn, Killer, Mlp, Scene, percentile, proof, table, wait_until
+from scenes import Cnn, Killer, Mlp, Scene, committed, meanwhile, percentile, proof, table, wait_until
 
 import manyhands as mh
 from manyhands.core.policies import Async
@@ -122,25 +122,30 @@ def test_a_paused_server_is_replaced_and_its_late_work_counts_nothing(tmp_path: 
     assert max(e["seconds"] for e in history.events if e["event"] == "recovered") <= 3.0
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_resize_in_mid_epoch(ahead: bool, tmp_path: Path) -> None:
-    trainer = counting_trainer(mh.Server(policy="async", ahead=ahead), workers=1)
-    sizes = iter([4, 2, 3, 1])
+@pytest.mark.parametrize("sync", [
+    mh.Server(policy="async", ahead=False), mh.Server(policy="async", ahead=True),
+    mh.Server(policy="async", transport="socket"), mh.Server(policy="async", replicas=1),
+    mh.Local(every=4, outer="average", delay=1, asynchronous=True),
+], ids=["async", "ahead", "socket", "replicas", "local"])  # fmt: skip
+def test_resize_while_updates_come(sync: object, tmp_path: Path) -> None:
+    trainer, sizes = counting_trainer(sync, workers=1), []
 
-    seen: set[int] = set()
+    def resize(trainer: mh.Trainer) -> None:
+        for size in (4, 2, 3, 1, 2):
+            trainer.resize(size)
+            wait_until(lambda n=size: len(worker_pids(trainer)) == n or committed(trainer) < 0, 20)
+            sizes.append(len(worker_pids(trainer)))
 
-    class Resize(mh.Callback):
+    class UntilResized(mh.Callback):
         def on_epoch_end(self, state: mh.State) -> None:
-            if (size := next(sizes, None)) is not None:
-                trainer.resize(size)
-                wait_until(lambda: len(worker_pids(trainer)) >= size, 20)  # epochs may be shorter than a start
-            seen.add(len(worker_pids(trainer)))
+            if len(sizes) == 5:
+                state.stop("resized often enough")
 
-    history = trainer.fit(counting_data(), epochs=40, run_dir=tmp_path, callbacks=[Resize()], **QUIET)
-    assert effects(trainer.model) == {40.0}
+    with meanwhile(trainer, resize):
+        history = trainer.fit(counting_data(), epochs=4000, run_dir=tmp_path, callbacks=[UntilResized()], **QUIET)
+    assert sizes == [4, 2, 3, 1, 2]
+    assert effects(trainer.model) == {float(len(history))}
     assert proof(tmp_path).exact
-    assert max(seen) >= 2, "nobody ever joined"
-    assert len(history) == 40
 
 
 @pytest.mark.parametrize("ahead", [False, True])

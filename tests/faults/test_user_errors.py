@@ -71,6 +71,16 @@ def test_errors_anywhere_arrive_once(where: str) -> None:
         mh.Trainer(model, **options).fit(data, batch_size=16, lanes=4, run_dir=False, progress="quiet")
 
 
+@pytest.mark.parametrize("sync", ["server", "server:int8", "async", mh.Server(policy="async", replicas=1)])
+def test_an_error_in_a_server_names_the_server(sync: Any) -> None:
+    trainer = mh.Trainer(
+        Scene().make_model(), optimizer=lambda params: BrokenLater(params, lr=0.1), workers=2, sync=sync
+    )
+    with pytest.raises(KeyError, match="broken") as caught:
+        trainer.fit(Scene().data, batch_size=16, run_dir=False, progress="quiet")
+    assert any(note.startswith("raised in server 0") for note in caught.value.__notes__)
+
+
 def _broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     raise KeyError("broken")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import subprocess
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import FEATURES, X, Y, mlp, train, worker_processes
+from jobs import FEATURES, X, Y, memory_files, mlp, train, worker_processes
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -106,6 +105,9 @@ TRAINER: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "model unpicklable": ({"model": Holder()}, UsageError, r"model.*cannot be sent.*guard\['inner'\].*lock.*must be"),
     "loss unpicklable": ({"loss": LockedLoss()}, UsageError, r"loss.*cannot be sent to a worker: .*mutex.*lock"),
     "data unpicklable": ({"data": LockedData()}, UsageError, r"data.*cannot be sent to a worker: .*handle.*lock"),
+    "an option": ({"wrokers": 2}, UsageError, r"unknown option 'wrokers'. Did you mean 'workers'\? Valid: accumulate"),
+    "limits": ({"limits": 5}, UsageError, r"limits received 5; valid: mh.Limits"),
+    "LBFGS by name": ({"optimizer": "lbfgs"}, ModelError, r"LBFGS evaluates the loss several times.*valid"),
     "LBFGS": ({"optimizer": torch.optim.LBFGS}, ModelError, r"LBFGS evaluates the loss several times.*valid"),
 }  # fmt: skip
 
@@ -126,22 +128,15 @@ FIT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lanes": ({"lanes": -1}, UsageError, r"lanes received -1; valid"),
     "callback": ({"callbacks": [print]}, UsageError, r"a callback is .*print.*; valid: an instance"),
     "progress": ({"progress": "loud"}, UsageError, r"unknown .*'loud'.*[Vv]alid"),
+    "an option": ({"epoch": 2}, UsageError, r"unknown option 'epoch'. Did you mean 'epochs'\? Valid: batch_size"),
+    "no seconds": ({"checkpoint_every_s": 0}, UsageError, r"checkpoint_every_s received 0; valid is a number above 0"),
+    "seconds": ({"checkpoint_every_s": "a"}, UsageError, r"checkpoint_every_s received 'a'; valid"),
+    "no steps": ({"checkpoint_every_steps": 0}, UsageError, r"checkpoint_every_steps received 0; valid is an integer"),
+    "steps": ({"checkpoint_every_steps": 2.5}, UsageError, r"checkpoint_every_steps received 2.5; valid"),
     "keep": ({"keep": 1, "run_dir": None}, UsageError, r"keep=1: at least 2"),
     "two folders": ({"run_dir": "a", "resume": "b"}, UsageError, r"run_dir='a' and resume='b' name two folders"),
     "resume nothing": ({"resume": "runs/0042-none", "run_dir": None}, UsageError, r"no run folder .*0042-none"),
 }  # fmt: skip
-
-
-def open_memory() -> int:
-    """Descriptors of anonymous memory that this process holds, without those that wait for the garbage collector."""
-    gc.collect()
-    count = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            count += str(entry.readlink()).startswith("/memfd:")
-        except OSError:
-            continue
-    return count
 
 
 class Watch(threading.Thread):
@@ -166,11 +161,11 @@ class Watch(threading.Thread):
 def nothing_started() -> Iterator[None]:
     """Fails when the call started a worker or kept memory."""
     local.warm()
-    before, watch = open_memory(), Watch()
+    before, watch = memory_files(), Watch()
     watch.start()
     yield
     assert watch.stop() == set()
-    assert open_memory() <= before, "the arena of the refused run is still held"
+    assert memory_files() <= before, "the arena of the refused run is still held"
 
 
 @pytest.mark.usefixtures("nothing_started")
@@ -193,6 +188,36 @@ def test_a_wrong_fit_is_refused(case: str) -> None:
     assert isinstance(caught.value, ManyhandsError)
 
 
+@pytest.mark.usefixtures("nothing_started")
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_a_model_that_cannot_be_sent_is_refused_by_every_verb(verb: str) -> None:
+    with pytest.raises(UsageError, match=r"cannot be sent.*guard"):
+        getattr(mh.Trainer(Holder()), verb)((X, Y))
+
+
+HOOKS: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], object], str]] = {
+    "gradient": (
+        lambda model, optimizer: model[0].weight.register_post_accumulate_grad_hook(print),
+        r"0\.weight has a hook that runs when its gradient is complete.*valid: parameter\.register_hook",
+    ),
+    "step": (
+        lambda model, optimizer: optimizer.register_step_post_hook(print),
+        r"SGD has hooks around its step.*valid: none",
+    ),
+}
+
+
+@pytest.mark.usefixtures("nothing_started")
+@pytest.mark.parametrize("case", HOOKS)
+def test_hooks_that_would_not_run_are_refused(case: str) -> None:
+    hook, words = HOOKS[case]
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook(model, optimizer)
+    with pytest.raises(ModelError, match=words):
+        train(model, optimizer=optimizer)
+
+
 @pytest.mark.parametrize("case", ["batch < lanes", "epochs", "callback", "validation"])
 def test_a_refused_call_leaves_no_run_folder(case: str, run_root: Path) -> None:
     with pytest.raises(UsageError):
@@ -211,16 +236,45 @@ def test_resize_stays_in_the_range() -> None:
         mh.Trainer(mlp(), workers=(1, 3)).resize(5)
 
 
+def test_a_callback_stays_in_the_range() -> None:
+    ask = mh.Lambda(on_epoch_begin=lambda state: state.resize(5))
+    with pytest.raises(UsageError, match=r"resize received 5; .*workers=\(1, 2\)"):
+        train(workers=(1, 2), fit={"callbacks": [ask]})
+
+
+OPTIONS: dict[str, tuple[Callable[[], object], str]] = {
+    "sync": (lambda: mh.Server(polcy="async"), r"unknown option 'polcy'. Did you mean 'policy'\?"),  # type: ignore[call-arg]
+    "policy": (lambda: mh.Server(policy=3), r"policy received 3; valid: sync, async, .*judge"),  # type: ignore[arg-type]
+    "staleness": (lambda: mh.Server(staleness=4), r"staleness=4 and policy='sync': staleness goes with"),
+    "no pause": (lambda: mh.Limits(pause_s=-1), r"pause_s of Limits received -1; valid is a number above 0"),
+    "hang": (lambda: mh.Limits(hang_s="x"), r"hang_s of Limits received 'x'; valid"),  # type: ignore[arg-type]
+    "lanes": (lambda: mh.launch(print, lanes=-2), r"lanes received -2; valid is an integer of at least 1"),
+    "codec": (lambda: mh.launch(print, sync="allreduce:int8"), r"launch received sync=.*valid is allreduce without a"),
+    "launch": (lambda: mh.launch(print, worker=2), r"unknown option 'worker'. Did you mean 'workers'\?"),  # type: ignore[call-arg]
+}
+
+
+@pytest.mark.usefixtures("nothing_started")
+@pytest.mark.parametrize("case", OPTIONS)
+def test_wrong_options_are_refused(case: str) -> None:
+    make, words = OPTIONS[case]
+    with pytest.raises(UsageError, match=words):
+        make()
+
+
 def test_auto_is_never_more_than_there_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with more cores than seats."""
-    from manyhands.train.strategy import worker_range
+    from manyhands.train.team import worker_range
 
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(200)))
     assert worker_range("auto") == (64, 64)
 
 
 NO_SCALARS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "vector": (lambda output, target: (output - 1).square().mean(1), r"a tensor of shape \(\d+,\)"),
+    "vector": (
+        lambda output, target: (output - 1).square().mean(1),
+        r"a tensor of shape \(\d+,\) and type torch\.float32",
+    ),
     "number": (lambda output, target: 1.0, r"1.0"),
     "nothing": (lambda output, target: None, r"None"),
 }

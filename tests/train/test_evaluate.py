@@ -152,11 +152,11 @@ class Slow(Dataset[Any]):
 
 
 class Killer(threading.Thread):
-    """Kills workers of the zygote with SIGKILL, one at each of the given moments after the first one is seen."""
+    """Sends a signal to workers of the zygote, to one at each of the given moments after the first one is seen."""
 
-    def __init__(self, *moments: float) -> None:
+    def __init__(self, *moments: float, number: int = signal.SIGKILL) -> None:
         super().__init__()
-        self.moments, self.killed = moments, list[int]()
+        self.moments, self.number, self.killed = moments, number, list[int]()
 
     def run(self) -> None:
         while not worker_processes():
@@ -166,7 +166,7 @@ class Killer(threading.Thread):
             time.sleep(max(begun + moment - time.monotonic(), 0))
             if processes := worker_processes():
                 victim = processes[number % len(processes)]
-                os.kill(victim, signal.SIGKILL)
+                os.kill(victim, self.number)
                 self.killed.append(victim)
 
 
@@ -229,3 +229,23 @@ def test_a_batch_size_that_is_none_is_refused(wrong: Any, model: nn.Module) -> N
 def test_data_without_a_target_cannot_be_evaluated(model: nn.Module) -> None:
     with pytest.raises(ValueError, match="no target"):
         mh.Trainer(model, workers=1).evaluate(X)
+
+
+class Wordy(nn.Module):
+    """Its outputs are larger than what a connection holds, so that a worker is mostly in the middle of sending one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :1].expand(-1, 40_000)
+
+
+@pytest.mark.fault
+def test_a_worker_that_is_stopped_while_it_sends_holds_nobody_up() -> None:
+    stopper = Killer(0.15, number=signal.SIGSTOP)
+    stopper.start()
+    x = torch.arange(3072.0).view(-1, 1)
+    begun = time.monotonic()
+    sums = [mh.Trainer(Wordy(), workers=2, limits=mh.Limits(pause_s=0.5)).predict(x, batch_size=64).sum(1)]
+    assert time.monotonic() - begun < 20
+    stopper.join(10)
+    assert len(stopper.killed) == 1
+    assert torch.equal(sums[0], (x * 40_000).view(-1))

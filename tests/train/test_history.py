@@ -101,3 +101,12 @@ def test_plot(history: History, tmp_path: Path) -> None:
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="history is empty"):
         History().plot()
+
+
+def test_step_times_of_a_long_run_stay_few() -> None:
+    made = History()
+    for second in range(20_000):
+        made.saw(float(second), second // 2)
+    assert 1000 < len(made.step_times) <= 4096
+    assert made.step_times[0] == (0.0, 0) and made.step_times[-1][1] > 9_980
+    assert made.step_times == sorted(made.step_times)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import CLASSES, FEATURES, X, Y, one_thread
+from jobs import CLASSES, FEATURES, X, Y, memory_files, one_thread
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -64,6 +66,25 @@ def test_any_number_of_workers_and_a_death_change_nothing(tmp_path: Path) -> Non
     disturbed = mh.launch(loop, str(tmp_path / "died"), workers=3, lanes=4)
     assert digests == {mh.digest(disturbed.value)}
     assert [event["how"] for event in disturbed.events if event["event"] == "worker_died"] == ["killed by SIGKILL"]
+
+
+def slow_afterwards(me: Any) -> nn.Module:
+    model = loop(me)
+    time.sleep(1.5)  # an evaluation of the user's own, say
+    return model
+
+
+def test_what_comes_after_the_loop_may_take_its_time() -> None:
+    run = mh.launch(slow_afterwards, workers=2, lanes=1, limits=mh.Limits(hang_s=0.4))
+    assert [event["event"] for event in run.events if event["event"].endswith(("_hung", "_died"))] == []
+    assert mh.digest(run.value) == plain()
+
+
+def test_a_launch_that_cannot_be_sent_keeps_no_memory() -> None:
+    lock, before = threading.Lock(), memory_files()
+    with pytest.raises(mh.ManyhandsError, match="cannot be sent to a worker"):
+        mh.launch(lambda me: lock, workers=1)
+    assert memory_files() <= before
 
 
 def forgets_to_step(me: Any) -> None:

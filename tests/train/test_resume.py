@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import ROWS, X, Y, mlp, train
+from jobs import ROWS, X, Y, digest_of, mlp, train
 from torch import nn
 
 import manyhands as mh
@@ -115,6 +115,19 @@ def test_checkpoints_by_steps_hold_the_history_of_the_epochs_before_them(every: 
         assert checkpoint.meta["history"]["epochs"] == list(range(step // STEPS)), f"at step {step}"
         within = step % STEPS
         assert checkpoint.meta["sums"][0] == min(within * BATCH, ROWS), f"at step {step}"
+
+
+@pytest.mark.parametrize("first, then", [("adamw", "asgd"), ("adam", "momentum"), ("sgd", "adam")])
+def test_another_optimizer_begins_anew(first: str, then: str, tmp_path: Path) -> None:
+    """What it needs and the checkpoint lacks is not taken to be zero: it makes its first step."""
+    train(fit={"run_dir": tmp_path, "epochs": 1, "lanes": 1, "shuffle": False}, optimizer=mh.optimizer(first, lr=0.01))
+    saved, _ = CheckpointStore(tmp_path / "checkpoints").load_latest()
+    assert saved is not None
+    model = mlp()
+    model.load_state_dict({name.removeprefix("model/"): t for name, t in saved.tensors.items() if "model/" in name})
+    optimizer, epochs = mh.optimizer(then, lr=0.01), {"epochs": 2, "lanes": 1, "shuffle": False}
+    resumed = digest_of(fit={"resume": tmp_path, "run_dir": None, **epochs}, optimizer=optimizer)
+    assert resumed == digest_of(model, fit={**epochs, "epochs": 1}, optimizer=optimizer)
 
 
 def test_going_on_with_a_finished_run_for_more_epochs(whole: tuple[Path, str, mh.History], tmp_path: Path) -> None:

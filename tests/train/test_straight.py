@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from manyhands.train.straight import straighten
 
@@ -129,3 +130,22 @@ def test_what_is_left_alone(make: Callable[[], nn.Module]) -> None:
     before = [vars(module).get("forward") for module in model.modules()]
     Places(model)
     assert [vars(module).get("forward") for module in model.modules()] == before
+
+
+def test_torch_func_and_forward_mode_see_the_plain_layer() -> None:
+    plain, model = Net(), Net()
+    Places(model)
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
+    tangent = torch.randn(5, 300, generator=torch.Generator().manual_seed(3))
+    for transform in (
+        lambda net: torch.func.vmap(net)(x),
+        lambda net: torch.func.jvp(net, (x,), (tangent,))[1],
+        lambda net: torch.func.jacrev(net)(x[0]),
+        lambda net: forward_mode(net, x, tangent),
+    ):
+        assert torch.allclose(transform(model), transform(plain))
+
+
+def forward_mode(net: nn.Module, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(net(forward_ad.make_dual(x, tangent))).tangent.clone()

@@ -46,7 +46,7 @@ SLOT_FIELDS = (
     "sent_bytes",  # frames of its lanes, as far as they go to others
     "received_bytes",  # parameters that others updated
 )
-PHASES = ("starting", "idle", "data", "compute", "wait", "reduce", "message")
+PHASES = ("starting", "idle", "data", "compute", "wait", "reduce", "message", "outside")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,9 +64,13 @@ def _placed_tensor(segment: int, offset: int, shape: tuple[int, ...], dtype: tor
     return view
 
 
-def _placed_parameter(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> torch.nn.Parameter:
+def _placed_parameter(
+    data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any], hooks: Sequence[Callable[..., Any]]
+) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(data, requires_grad)
     parameter.__dict__.update(attributes)
+    for hook in hooks:
+        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     return parameter
 
 
@@ -97,7 +101,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             rebuilt = (_placed_tensor, (place.segment, place.offset, place.shape, place.dtype))
             if isinstance(obj, torch.nn.Parameter):
                 data = _Call(*rebuilt)
-                return _placed_parameter, (data, obj.requires_grad, dict(obj.__dict__))
+                hooks = list((obj._backward_hooks or {}).values())
+                return _placed_parameter, (data, obj.requires_grad, dict(obj.__dict__), hooks)
             return rebuilt
         if isinstance(obj, _Call):
             return obj.function, obj.arguments

@@ -18,7 +18,7 @@ from manyhands.train.receipt import format_traffic, format_updates
 __all__ = ["explain"]
 
 DEATHS = ("worker_died", "server_died")
-TROUBLE = (*DEATHS, "worker_hung", "server_hung", "recovered", "checkpoint_failed", "checkpoint_damaged")
+TROUBLE = (*DEATHS, "worker_hung", "server_hung", "recovered", "rolled_back", "checkpoint_failed", "checkpoint_damaged")
 LEDGER_IS_WRONG = 3
 
 

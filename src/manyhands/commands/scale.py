@@ -12,7 +12,7 @@ from manyhands.commands.options import DEFAULT_OUTPUT, Output, parse_settings, p
 from manyhands.commands.output import format_bill, print_json, print_table, say
 from manyhands.engine.local import cores
 from manyhands.errors import UsageError
-from manyhands.plan.scale import Measurement, Plan, choose_lanes, measure, plot
+from manyhands.plan.scale import Measurement, Plan, check_plot, choose_lanes, measure, plot
 from manyhands.recipes import get, with_settings
 from manyhands.train.receipt import format_traffic, format_updates
 
@@ -73,11 +73,15 @@ def scale(recipe: str, /, *, options: ScaleOptions = DEFAULT_SCALE, output: Outp
         raise UsageError(f"--plot {file}: the folder does not exist; valid: a file name in a folder that does.")
     if not output.quiet:
         _print_header(job.name, job.batch_size, plan)
+    if file is not None:
+        check_plot()
     rows = measure(job, plan) if output.quiet else measure(job, plan, say)
+    if not output.quiet:
+        _print_result(rows)
     if file is not None:
         plot(rows, file)
-    if not output.quiet:
-        _print_result(rows, file)
+        if not output.quiet:
+            say(f"plot: {file}")
     if output.json:
         print_json(_result(job.name, plan, rows))
     return 0
@@ -88,7 +92,7 @@ def _plan(options: ScaleOptions, batch_size: int) -> Plan:
     return Plan(
         workers=counts,
         syncs=_syncs(options.sync),
-        lanes=options.lanes or choose_lanes(counts, batch_size),
+        lanes=choose_lanes(counts, batch_size) if options.lanes is None else options.lanes,
         steps=options.steps,
         repeats=options.repeats,
         layout=options.layout,
@@ -116,7 +120,7 @@ def _print_header(name: str, batch_size: int, plan: Plan) -> None:
         )
 
 
-def _print_result(rows: list[Measurement], plot_file: Path | None) -> None:
+def _print_result(rows: list[Measurement]) -> None:
     cells = [
         (
             row.sync,
@@ -143,8 +147,6 @@ def _print_result(rows: list[Measurement], plot_file: Path | None) -> None:
         if len(digests) > 1:
             same = len(set(digests)) == 1
             say(f"weights after {sync}: {'identical' if same else 'not identical'} at every worker count")
-    if plot_file is not None:
-        say(f"plot: {plot_file}")
 
 
 def _result(name: str, plan: Plan, rows: list[Measurement]) -> dict[str, Any]:

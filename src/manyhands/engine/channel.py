@@ -38,11 +38,21 @@ def readable(fd: int, timeout_s: float) -> bool:
 
 
 class Channel:
-    """One end of a connection. Frames are delivered whole and in order."""
+    """One end of a connection. Frames are delivered whole and in order.
+
+    Whoever waits for a frame waits as long as it wants, also in the middle of one: what has come of it is kept. So a
+    process that is stopped while it sends holds nobody up.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._socket.setblocking(True)
+        self._socket.setblocking(False)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing of the next frame is here yet."""
+        self._head, self._frame, self._got = bytearray(), bytearray(), 0
+        self._fds: list[int] = []
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
@@ -60,11 +70,18 @@ class Channel:
         """Send one message. Raises ChannelClosed when nobody takes it within ``timeout_s``."""
         frame = msgspec.msgpack.encode((kind, body or {}))
         data = memoryview(_LENGTH.pack(len(frame)) + frame)
-        self._socket.settimeout(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
         try:
-            sent = socket.send_fds(self._socket, [data], list(fds)) if fds else 0
-            self._socket.sendall(data[sent:])
-        except (OSError, TimeoutError) as error:
+            while data:
+                try:
+                    data = data[socket.send_fds(self._socket, [data], list(fds)) if fds else self._socket.send(data) :]
+                    fds = ()
+                except BlockingIOError:
+                    if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+                        raise TimeoutError(f"nobody took it within {timeout_s} s") from None
+        except OSError as error:
             raise ChannelClosed(f"a message {kind!r} could not be delivered: {error}") from error
 
     def poll(self, timeout_s: float = 0) -> bool:
@@ -72,42 +89,48 @@ class Channel:
         return readable(self._socket.fileno(), timeout_s)
 
     def receive(self, timeout_s: float) -> Message | None:
-        """The next message; None when none begins within ``timeout_s``. Raises ChannelClosed at the end."""
-        if not self.poll(timeout_s):
-            return None
-        deadline = time.monotonic() + 30  # a frame that has begun must end
-        head, fds = self._read_head(deadline)
-        frame = self._read(_LENGTH.unpack(head)[0], deadline)
-        kind, body = msgspec.msgpack.decode(frame)
-        return Message(kind, body, fds)
-
-    def _read_head(self, deadline: float) -> tuple[bytes, list[int]]:
-        self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            head, fds, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _MAX_FDS)
-        except (OSError, TimeoutError) as error:
-            raise ChannelClosed(f"the connection broke: {error}") from error
-        for fd in fds:
-            os.set_inheritable(fd, False)
-        if not head:
-            raise ChannelClosed("the other process closed the connection")
-        return head + self._read(_LENGTH.size - len(head), deadline), list(fds)
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        data = bytearray(size)
-        view = memoryview(data)
-        got = 0
-        while got < size:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+        """The next message; None when it is not here, or not all of it, within ``timeout_s``. Raises ChannelClosed at
+        the end."""
+        deadline = time.monotonic() + timeout_s
+        while True:
             try:
-                count = self._socket.recv_into(view[got:])
-            except (OSError, TimeoutError) as error:
+                while self._read():
+                    pass
+            except BlockingIOError:
+                if not self.poll(max(deadline - time.monotonic(), 0)):
+                    return None
+                continue
+            except OSError as error:
                 raise ChannelClosed(f"the connection broke: {error}") from error
-            if not count:
-                raise ChannelClosed("the other process closed the connection in the middle of a message")
-            got += count
-        return bytes(data)
+            (kind, body), fds = msgspec.msgpack.decode(self._frame), self._fds
+            self._begin()
+            return Message(kind, body, fds)
+
+    def _read(self) -> bool:
+        """Read on, never beyond the frame: what follows it has descriptors of its own. False when it is complete."""
+        if len(self._head) < _LENGTH.size:
+            part, fds, _, _ = socket.recv_fds(self._socket, _LENGTH.size - len(self._head), _MAX_FDS)
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            self._fds += fds
+            self._check(len(part), begun=bool(self._head))
+            self._head += part
+            if len(self._head) == _LENGTH.size:
+                self._frame = bytearray(_LENGTH.unpack(self._head)[0])
+            return True
+        if self._got == len(self._frame):
+            return False
+        count = self._socket.recv_into(memoryview(self._frame)[self._got :])
+        self._check(count, begun=True)
+        self._got += count
+        return True
+
+    def _check(self, count: int, *, begun: bool) -> None:
+        if not count:
+            raise ChannelClosed("the other process closed the connection" + " in the middle of a message" * begun)
 
     def close(self) -> None:
         """Close this end; the other side sees ChannelClosed."""
         self._socket.close()
+        while self._fds:
+            os.close(self._fds.pop())

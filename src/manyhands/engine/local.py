@@ -14,16 +14,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from manyhands.engine.channel import Channel, readable
+from manyhands.engine.channel import Channel, Message, readable
 from manyhands.errors import ChannelClosed, EngineError
 
 __all__ = ["Ending", "Process", "cores", "remove_afterwards", "shutdown", "spawn", "warm", "zygote_pid"]
 
 _START_TIMEOUT_S = 120.0  # the zygote imports torch before it answers; a cold disk can take long
-_ANSWER_TIMEOUT_S = 20.0
+_ANSWER_TIMEOUT_S = 2.0
 # What a process brings on itself.
 _FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
 
@@ -101,14 +103,25 @@ class _Zygote:
         source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         known = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = source + (os.pathsep + known if known else "")
+        self._asked = 0
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "manyhands.engine.zygote", str(theirs.fileno())],
+                [sys.executable, "-m", "manyhands.engine.zygote", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal is for the caller alone
             )
+
+    def ask(self, kind: str, body: dict[str, Any], fds: Sequence[int] = (), *, timeout_s: float) -> Message | None:
+        """Its answer; None when there is none in time. One that comes later is passed over: answers have numbers."""
+        self._asked += 1
+        deadline = time.monotonic() + timeout_s
+        self.channel.send(kind, {**body, "number": self._asked}, fds)
+        while (answer := self.channel.receive(max(deadline - time.monotonic(), 0))) is not None:
+            if answer.body["number"] == self._asked:
+                return answer
+        return None
 
     def close(self) -> None:
         self.channel.close()
@@ -183,13 +196,13 @@ def _spawn(target: str) -> Process:
         body = {"target": target, "path": list(sys.path), "argv": list(sys.argv), "cwd": os.getcwd()}
         with theirs:
             try:
-                _zygote.channel.send("spawn", body, [theirs.fileno()])
-                answer = _zygote.channel.receive(_START_TIMEOUT_S)
+                answer = _zygote.ask("spawn", body, [theirs.fileno()], timeout_s=_START_TIMEOUT_S)
             except ChannelClosed:
                 channel.close()
                 _zygote.close()
                 raise
         if answer is None:
+            channel.close()  # should it be started after all, it finds nobody and ends
             raise EngineError(f"no worker process could be started within {_START_TIMEOUT_S:.0f} s")
         return Process(answer.body["pid"], channel)
 
@@ -200,8 +213,7 @@ def _exit_code(pid: int) -> int | None:
             return None
         try:
             for _ in range(20):  # the kernel tells us a moment before the zygote has reaped
-                _zygote.channel.send("status", {"pid": pid})
-                answer = _zygote.channel.receive(_ANSWER_TIMEOUT_S)
+                answer = _zygote.ask("status", {"pid": pid}, timeout_s=_ANSWER_TIMEOUT_S)
                 if answer is None or answer.body["code"] is not None:
                     return None if answer is None else int(answer.body["code"])
                 time.sleep(0.005)

@@ -1,8 +1,9 @@
 """The process that workers are forked from: it has torch loaded and nothing else going on.
 
-Run as ``python -m manyhands.engine.zygote FD`` by ``engine/local.py``. It has one thread and touches no
+Run as ``python -m manyhands.engine.zygote FD PID`` by ``engine/local.py``. It has one thread and touches no
 accelerator, so a fork of it is safe and takes milliseconds. When its caller goes, in whatever way, the
-connection ends and it takes its children with it; when it goes itself, the kernel does (parent-death signal).
+connection ends, or the kernel says so, and it takes its children with it; when it goes itself, the kernel does
+(parent-death signal).
 """
 
 from __future__ import annotations
@@ -30,10 +31,19 @@ _KEPT_BYTES = 1 << 30
 _OLD_LIMIT = 1 << 25  # the most that older C libraries accept
 
 
-def main(fd: int) -> None:
-    """Serve spawn and status requests until the caller is gone."""
+def main(fd: int, caller: int) -> None:
+    """Serve spawn and status requests until the caller is gone.
+
+    The end of the connection alone would not tell: a fork of the caller's own may still hold the other end.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
+    try:
+        life = os.pidfd_open(caller)
+    except ProcessLookupError:
+        return
+    if os.getppid() != caller:
+        return
     importlib.import_module("manyhands.train.worker")  # all that a worker needs, loaded once
     gc.collect()
     gc.freeze()
@@ -47,12 +57,14 @@ def main(fd: int) -> None:
     folders: set[str] = set()
     try:
         while True:
-            ready, _, _ = select.select([channel.fileno(), wake_read], [], [], 5.0)
+            ready, _, _ = select.select([channel.fileno(), wake_read, life], [], [], 5.0)
+            if life in ready:
+                return
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
             _reap(children, statuses)
             if channel.fileno() in ready and (message := channel.receive(0)) is not None:
-                _serve(channel, message, children, statuses, folders)
+                _serve(channel, life, message, children, statuses, folders)
     except ChannelClosed:
         pass
     finally:
@@ -75,18 +87,21 @@ def _reap(children: set[int], statuses: dict[int, int]) -> None:
         statuses[pid] = os.waitstatus_to_exitcode(status)
 
 
-def _serve(channel: Channel, message: Message, children: set[int], statuses: dict[int, int], folders: set[str]) -> None:
+def _serve(
+    channel: Channel, life: int, message: Message, children: set[int], statuses: dict[int, int], folders: set[str]
+) -> None:
     if message.kind == "spawn":
         pid = os.fork()
         if pid == 0:
+            os.close(life)
             channel.close()
             _become_child(message)
         children.add(pid)
         for fd in message.fds:
             os.close(fd)
-        channel.send("spawned", {"pid": pid})
+        channel.send("spawned", {"pid": pid, "number": message.body["number"]})
     elif message.kind == "status":
-        channel.send("status", {"code": statuses.get(message.body["pid"])})
+        channel.send("status", {"code": statuses.get(message.body["pid"]), "number": message.body["number"]})
     elif message.kind == "folder":
         (folders.add if message.body["needed"] else folders.discard)(message.body["path"])
 
@@ -135,4 +150,4 @@ def _keep_freed_memory() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -24,9 +24,11 @@ from manyhands.data.source import SelectedSource
 from manyhands.errors import MissingExtra, UsageError
 from manyhands.train.callbacks import Callback, State
 from manyhands.train.export import digest
+from manyhands.train.strategy import resolve_sync
+from manyhands.train.team import worker_range
 from manyhands.train.trainer import Trainer
 
-__all__ = ["Measurement", "Plan", "Workload", "choose_lanes", "measure", "plot"]
+__all__ = ["Measurement", "Plan", "Workload", "check_plot", "choose_lanes", "measure", "plot"]
 
 MOST_LANES = 16
 LATENCY_STEPS = 100
@@ -64,9 +66,13 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "repeats"):
+        for name in ("steps", "repeats", "lanes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name} {getattr(self, name)}: valid: a whole number of at least 1.")
+        for sync in self.syncs:  # all of it now, and not when half of it is measured
+            resolve_sync(sync)
+        for count in self.workers:
+            worker_range(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,32 +243,57 @@ class _StepWatch(Callback):
             state.stop("measured")
 
 
-def plot(measurements: Sequence[Measurement], path: Path) -> None:
-    """Throughput over workers with the ideal line, and the bill beside it, as a picture."""
+def check_plot() -> None:
+    """Refuse a plot that could not be drawn, before anything is measured for it."""
+    _pyplot()
+
+
+def _pyplot() -> Any:
     try:
-        pyplot = importlib.import_module("matplotlib.pyplot")
+        return importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise MissingExtra("--plot", "plot") from error
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
+
+
+def plot(measurements: Sequence[Measurement], path: Path) -> None:
+    """Speed-up with the ideal line, throughput, latency, and the bill, as a picture."""
+    pyplot = _pyplot()
+    figure, ((speedup, rate), (latency, bill)) = pyplot.subplots(2, 2, figsize=(10, 7))
     for sync in dict.fromkeys(row.sync for row in measurements):
         rows = [row for row in measurements if row.sync == sync]
-        left.plot([row.workers for row in rows], [row.speedup for row in rows], marker="o", label=sync)
+        counts, rates = [row.workers for row in rows], [row.samples_per_s for row in rows]
+        around = [[abs(end - rate) for end, rate in zip(ends, rates, strict=True)] for ends in _ranges(rows)]
+        speedup.plot(counts, [row.speedup for row in rows], marker="o", label=sync)
+        rate.errorbar(counts, rates, yerr=around, marker="o", capsize=3, label=sync)
+        line = latency.plot(counts, [row.latency_p50_ms for row in rows], marker="o", label=f"{sync}, p50")[0]
+        latency.plot(counts, [row.latency_p95_ms for row in rows], "--", color=line.get_color(), label=f"{sync}, p95")
     counts = sorted({row.workers for row in measurements})
     base = measurements[0].workers
-    left.plot(counts, [count / base for count in counts], ":", color="gray", label="ideal")
-    left.set(xlabel="workers", ylabel="speed-up", xticks=counts)
-    left.legend()
-    names = [f"{row.sync} {row.workers}" for row in measurements]
+    speedup.plot(counts, [count / base for count in counts], ":", color="gray", label="ideal")
+    for axes, label in ((speedup, "speed-up"), (rate, "samples/s"), (latency, "step (ms)")):
+        axes.set(xlabel="workers", ylabel=label, xticks=counts, ylim=(0, None))
+        axes.legend()
+    _draw_bill(bill, measurements)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _ranges(rows: Sequence[Measurement]) -> list[list[float]]:
+    """The slowest repeats, and the fastest."""
+    return [[row.samples_per_s_range[end] for row in rows] for end in (0, 1)]
+
+
+def _draw_bill(axes: Any, measurements: Sequence[Measurement]) -> None:
+    names = [f"{row.sync}\n{row.workers}" for row in measurements]
     below = np.zeros(len(measurements))
     for phase in dict.fromkeys(phase for row in measurements for phase in row.bill):
         totals = [sum(row.bill.values()) or 1.0 for row in measurements]
         shares = np.array(
             [100 * row.bill.get(phase, 0.0) / total for row, total in zip(measurements, totals, strict=True)]
         )
-        right.bar(names, shares, bottom=below, label=phase)
+        axes.bar(names, shares, bottom=below, label=phase)
         below += shares
-    right.set(ylabel="share of worker time (%)")
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    axes.set(ylabel="share of worker time (%)")
+    axes.tick_params(axis="x", labelsize="small")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -332,8 +332,7 @@ class Applier:
         dtype = dtype_of(spec.parameters[spec.units[first].parameter].dtype)
         batch.lanes = _Lanes(self._arena, batch.start, end, dtype)
         batch.factored = spec.units[first].parameter if spec.units[first].parameter in spec.factored else None
-        needs_scratch = spec.lanes > 1 or bool(self._clips) or batch.factored is not None
-        batch.scratch = self._scratch_of((end - batch.start) // dtype.itemsize if needs_scratch else 0, dtype)
+        batch.scratch = self._scratch_of((end - batch.start) // dtype.itemsize, dtype)
         batch.pieces = self._pieces(first, stop)
         batch.given, batch.fused, batch.homes, batch.gradients, batch.views = None, None, {}, [], {}
         batch.ready = self._arena.control.unit_ready[first:stop].tobytes()
@@ -350,7 +349,7 @@ class Applier:
 
     def _scratch_of(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Where a sum of lanes is made. Batches share it, as each is applied before the next is summed: so it stays
-        in the cache, and does not grow with the model."""
+        in the cache, and does not grow with the model. What is never summed costs addresses and no memory."""
         if dtype not in self._scratch or len(self._scratch[dtype]) < count:
             self._scratch[dtype] = torch.empty(count, dtype=dtype)
         return self._scratch[dtype][:count]

@@ -24,7 +24,8 @@ from manyhands.sync.delayed import DelayedNesterov
 from manyhands.sync.outer import WarmNesterov
 
 __all__ = [
-    "HyperKey", "StateLayout", "Template", "hyper_row", "layout_of", "row_sparse", "template_of", "without_compiler",
+    "NO_LBFGS", "HyperKey", "StateLayout", "Template", "hyper_row", "layout_of", "row_sparse", "template_of",
+    "without_compiler",
 ]  # fmt: skip
 
 _ELEMENTWISE = (
@@ -41,6 +42,10 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
     DelayedNesterov,
     WarmNesterov,
+)
+NO_LBFGS = (
+    "LBFGS evaluates the loss several times within a step, which a synchronous step over workers cannot do; "
+    "valid: every other optimizer of torch.optim"
 )
 _LENGTHS = (23, 19, 17, 13, 11, 7, 5, 3)  # of the stand-ins: unlike each other and unlike what state is made of
 
@@ -114,6 +119,8 @@ class StateLayout:
     planes: list[str] = field(default_factory=list)
     scalars: list[str] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
+    keys: list[frozenset[str]] = field(default_factory=list)
+    """Of each parameter, what its first step makes."""
 
 
 @contextlib.contextmanager
@@ -166,10 +173,7 @@ def hyper_row(optimizer: torch.optim.Optimizer, keys: Sequence[HyperKey]) -> lis
 def template_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Template:
     """The template of ``optimizer``; ``parameters`` are the tensors it updates, in arena order."""
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ModelError(
-            "LBFGS evaluates the loss several times within a step, which a synchronous step over workers cannot do; "
-            "valid: every other optimizer of torch.optim"
-        )
+        raise ModelError(NO_LBFGS)
     position = {id(p): i for i, p in enumerate(parameters)}
     group_of = [-1] * len(parameters)
     for number, group in enumerate(optimizer.param_groups):
@@ -204,6 +208,7 @@ def layout_of(template: Template, entries: Sequence[Entry]) -> StateLayout:
         key = (template.group_of[index], max(len(entry.shape), 1), entry.dtype)
         if key not in seen:
             seen[key] = _probe(template, *key)
+        layout.keys.append(frozenset(seen[key]))
         for name, value in seen[key].items():
             if isinstance(value, torch.Tensor) and value.ndim > 0:
                 shape = _translate(tuple(value.shape), entry.shape)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from manyhands.core.ledger import Ledger
-from manyhands.errors import ManyhandsError
+from manyhands.errors import ManyhandsError, UsageError
 from manyhands.observe.events import EventLog
 from manyhands.train.checkpoint import BackgroundSaver, CheckpointStore
 from manyhands.train.ledger_file import LedgerFile
@@ -31,6 +31,13 @@ class Saving:
     every_s: float | None = 60.0
     every_steps: int | None = None
     keep: int = 2
+
+    def __post_init__(self) -> None:
+        seconds, steps = self.every_s, self.every_steps
+        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
+            raise UsageError(f"checkpoint_every_s received {seconds!r}; valid is a number above 0, or None")
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise UsageError(f"checkpoint_every_steps received {steps!r}; valid is an integer of at least 1, or None")
 
     @property
     def on(self) -> bool:

@@ -103,8 +103,6 @@ class State:
 
     def resize(self, workers: int) -> None:
         """Go on with another number of workers; the result stays the same."""
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise UsageError(f"resize received {workers!r}; valid is an integer of at least 1")
         self.controls.resize(workers)
 
     def save(self) -> None:

@@ -22,6 +22,7 @@ from manyhands.data.source import Source, call_model
 from manyhands.engine.channel import Message
 from manyhands.errors import ModelError, RunError
 from manyhands.train.lane import Job, set_seed
+from manyhands.train.losses import check_scalar
 from manyhands.train.metrics import Metric
 from manyhands.train.supervisor import Supervisor
 
@@ -43,7 +44,7 @@ def evaluate_batch(job: Job, source: Source, rows: np.ndarray) -> dict[str, Any]
     """The sums of one batch: the loss, then those of the metrics."""
     output, target = _forward(job, source, rows)
     with torch.no_grad():
-        sums = [float(job.loss(output, target)) * len(rows)]
+        sums = [float(check_scalar(job.loss(output, target))) * len(rows)]
         for metric in job.metrics:
             sums += [float(value) for value in metric.update(output, target)]
     return {"sums": sums}
@@ -109,7 +110,9 @@ class Dispatch:
 
     def _feed(self, slot: int, parcel: ship.Parcel) -> None:
         """Keep two chunks with every worker: one at work, one waiting."""
-        if (seat := self.supervisor.seats.get(slot)) is None:
+        seat = self.supervisor.seats.get(slot)
+        # In this order: a successor that cannot listen yet has had another status since before it had the seat.
+        if seat is None or self.supervisor.membership.status.get(slot) != "active":
             return
         held = self._held.setdefault(slot, [])
         if self._told.get(slot) != seat.process.pid:  # also a successor of one whose end we have not heard of yet

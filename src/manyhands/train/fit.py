@@ -34,6 +34,7 @@ from manyhands.train.schedule import Course, Schedule
 from manyhands.train.session import Session
 from manyhands.train.state import ModelState
 from manyhands.train.tally import add_in_order, sums_of
+from manyhands.train.team import resized
 
 __all__ = ["Fit"]
 
@@ -63,6 +64,7 @@ class Fit:
     progress: Progress
     saving: Saving
     sync: str
+    workers: tuple[int, int]
     archive: Archive = field(init=False)
     lock_step: bool = False
     interrupts: Interrupts = field(default_factory=Interrupts)
@@ -304,7 +306,7 @@ class Fit:
     # -- what is shown and recorded -------------------------------------------------------------------------
     def _sample_rate(self) -> None:
         now, steps = time.monotonic(), self._consumed
-        self.history.step_times.append((time.time(), self._consumed))
+        self.history.saw(time.time(), self._consumed)
         then, before = self._rate_mark
         if now - then >= 0.2 and steps > before:
             rate = (steps - before) * self.course.batch_size / (now - then)
@@ -390,5 +392,6 @@ class Fit:
 
     def resize(self, workers: int) -> None:
         """Go on with another number of workers."""
+        self.workers = resized(self.workers, workers)
         self.archive.emit("resize", workers=workers)
         self.session.supervisor.resize(workers)

@@ -15,6 +15,8 @@ from manyhands.errors import MissingExtra, UsageError
 
 __all__ = ["History"]
 
+_MOST_TIMES = 4096
+
 
 class History:
     """The record of a run; ``fit`` returns it, callbacks see it grow, a resume goes on with it."""
@@ -34,7 +36,8 @@ class History:
         self.rows: dict[str, int] = {}
         """Rows of tables that steps have ``"pulled"`` and ``"pushed"``; empty where no table is held by row."""
         self.step_times: list[tuple[float, int]] = []
-        """(unix time, steps committed), sampled about twenty times a second; not kept over a resume."""
+        """(unix time, steps committed), sampled about twenty times a second, less often in a long run; not kept over a
+        resume."""
         self.first_step_s: float | None = None
         """Seconds from the call of fit to the first committed step."""
 
@@ -44,6 +47,13 @@ class History:
     def __repr__(self) -> str:
         last = ", ".join(f"{name}={values[-1]:.4g}" for name, values in self.metrics.items() if values)
         return f"History({len(self)} epochs{': ' * bool(last)}{last})"
+
+    def saw(self, moment: float, steps: int) -> None:
+        """So many steps are committed."""
+        if not self.step_times or steps != self.step_times[-1][1]:
+            self.step_times.append((moment, steps))
+        if len(self.step_times) > _MOST_TIMES:
+            del self.step_times[1::2]
 
     def append(self, epoch: int, values: Mapping[str, float]) -> None:
         """Record an epoch. One that was recorded before is replaced, and those after it are forgotten: a run that

@@ -13,13 +13,14 @@ import msgspec
 from manyhands.comm import ship
 from manyhands.comm.arena import Arena, ArenaSpec
 from manyhands.engine import local
-from manyhands.errors import ChannelClosed, EngineError, UsageError
+from manyhands.errors import ChannelClosed, EngineError, UsageError, named_options
 from manyhands.sync.clip import resolve_clip
 from manyhands.train.own_loop import LaunchJob
-from manyhands.train.seats import Limits
+from manyhands.train.seats import Limits, check_limits
 from manyhands.train.session import Session, remote_error
 from manyhands.train.stack import StackFile
-from manyhands.train.strategy import AllReduce, Sync, resolve_sync, worker_range
+from manyhands.train.strategy import AllReduce, Sync, resolve_sync
+from manyhands.train.team import worker_range
 
 __all__ = ["Launched", "launch"]
 
@@ -36,6 +37,7 @@ class Launched:
     events: list[dict[str, Any]] = field(default_factory=list)
 
 
+@named_options
 def launch(
     function: Callable[..., Any],
     *arguments: Any,
@@ -55,8 +57,15 @@ def launch(
     if not callable(function):
         raise UsageError(f"launch received {function!r}; valid is a function of me")
     count = worker_range(workers)[1]
-    if not isinstance(resolve_sync(sync), AllReduce):
-        raise UsageError(f"launch received sync={sync!r}; valid is allreduce: a loop of your own agrees in every step")
+    if resolve_sync(sync) != AllReduce():
+        raise UsageError(
+            f"launch received sync={sync!r}; valid is allreduce without a codec: in a loop of your own, copies agree "
+            "on the whole gradient of every step"
+        )
+    for name, value, least in (("lanes", lanes, 1), ("seed", seed, 0), ("threads", threads, 1)):
+        given = name != "lanes" or value is not None
+        if given and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise UsageError(f"{name} received {value!r}; valid is an integer of at least {least}")
     job = LaunchJob(
         function=function,
         arguments=arguments,
@@ -65,6 +74,7 @@ def launch(
         threads=threads,
         clips=resolve_clip(clip),
     )
+    bounds = check_limits(limits)
     local.warm()
     arena = _find_arena(job)
     launched = Launched()
@@ -72,7 +82,7 @@ def launch(
     def hear(event: str, fields: dict[str, Any]) -> None:
         launched.events.append({"event": event, "time": time.time(), **fields})
 
-    with Session(arena, job, count, limits) as session:
+    with Session(arena, job, count, bounds) as session:
         session.on_event(hear)
         session.supervisor.plans.cores = count  # nobody stands by: a loop whose body never ran may lack what follows it
         session.start(0)
@@ -111,7 +121,7 @@ def _find_arena(job: LaunchJob, timeout_s: float = 600.0) -> Arena:
             how = process.ending().words if process.wait(1) else late
             raise EngineError(f"the worker that prepares the launch {how}")
         if message.kind == "failed":
-            raise remote_error(0, message)
+            raise remote_error("worker 0", message)
         if message.kind == "result":
             raise UsageError("the function returned without a loop over me.loader(...); there is nothing to share")
         return Arena(msgspec.convert(message.body["spec"], ArenaSpec, strict=False), message.fds[0])

@@ -17,7 +17,7 @@ from manyhands.core.lateness import Lateness
 from manyhands.core.placement import FINE
 from manyhands.core.policies import Plain
 from manyhands.core.rounds import usual_momentum
-from manyhands.errors import UsageError, unknown_name
+from manyhands.errors import UsageError, named_fields, unknown_name
 from manyhands.sync.clip import Clip
 from manyhands.sync.compress import memory_of
 from manyhands.sync.delayed import DelayedNesterov
@@ -44,6 +44,7 @@ _ONE_BY_ONE: dict[str, Callable[[Local, int], Outer]] = {
 }
 
 
+@named_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
     """Copies go their own way for ``every`` batches, with your optimizer, and then agree on how far they moved: all

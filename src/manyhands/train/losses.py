@@ -134,12 +134,13 @@ def _check_module(loss: nn.Module) -> None:
         )
 
 
-def check_scalar(value: Any, name: str) -> Tensor:
-    """The loss value, if it is one number that a gradient can start from."""
+def check_scalar(value: object) -> Tensor:
+    """What a loss returned, if it is one number that a gradient can start from."""
     if not isinstance(value, Tensor) or value.dim() != 0 or not torch.is_floating_point(value):
-        shape = f" of shape {tuple(value.shape)} and type {value.dtype}" if isinstance(value, Tensor) else ""
+        received = repr(value)
+        if isinstance(value, Tensor):
+            received = f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
         raise ModelError(
-            f"the loss {name!r} returned {type(value).__name__}{shape}; valid: a scalar tensor, the mean over the "
-            "batch. Call .mean() on it"
+            f"the loss returned {received}; valid is a scalar tensor, the mean over the batch: call .mean() on it"
         )
     return value

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from manyhands.errors import ModelError, unknown_name
-from manyhands.sync.optimizer_state import without_compiler
+from manyhands.sync.optimizer_state import NO_LBFGS, without_compiler
 
 __all__ = ["NAMES", "optimizer", "resolve_optimizer"]
 
@@ -35,6 +35,8 @@ def optimizer(name: str, **options: Any) -> Factory:
 
     Besides the classes of ``torch.optim``: ``momentum`` and ``nesterov`` are SGD with momentum 0.9.
     """
+    if isinstance(name, str) and name.lower() == "lbfgs":
+        raise ModelError(NO_LBFGS)
     if not isinstance(name, str) or name.lower() not in NAMES:
         raise unknown_name("optimizer", name, NAMES)
     key = name.lower()

@@ -30,7 +30,8 @@ from manyhands.sync.pulse import Stopped
 from manyhands.train.lane import set_seed
 from manyhands.train.replica import Replica
 from manyhands.train.schedule import Course
-from manyhands.train.state import ModelState, check_model
+from manyhands.train.state import ModelState
+from manyhands.train.trainable import check_model
 
 __all__ = ["Hand", "LaunchJob"]
 
@@ -180,6 +181,7 @@ class _Loader:
         while True:
             match stepper.turn(end):
                 case "over":
+                    stepper.enter("outside")
                     return
                 case "message":  # the only message to a worker of a launch is that it may leave
                     raise Stopped

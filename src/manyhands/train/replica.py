@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from manyhands.comm.arena import Arena
-from manyhands.errors import ModelError
 from manyhands.sync.factors import factors_in, pay, put_factors
 from manyhands.sync.loose import Loose
+from manyhands.train.losses import check_scalar
 from manyhands.train.row_embedding import FetchRows, RowEmbeddings
 from manyhands.train.straight import straighten
 
@@ -130,9 +130,7 @@ class Replica:
 
         Weighted here, the lanes need only be added up: their sum is the gradient of the mean over the whole batch.
         """
-        if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
-            received = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-            raise ModelError(f"the loss returned {received}; valid is a scalar tensor, the mean over the batch")
+        check_scalar(loss)
         self.collecting = True
         # Not backward(gradient=...): torch imports its symbolic shapes to check that, a third of a second per worker.
         (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]

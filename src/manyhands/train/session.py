@@ -60,7 +60,11 @@ class Session:
         self._tasks = 0
         self._fence = threading.Lock()
         self._spec = msgspec.to_builtins(arena.spec)
-        self._parcel = ship.pack(job, "the model, loss, metric or data set", places)
+        try:
+            self._parcel = ship.pack(job, "the model, loss, metric or data set", places)
+        except BaseException:
+            arena.close()
+            raise
         seats = arena.spec.slots - servers
         self._least, most = (workers, workers) if isinstance(workers, int) else workers
         self.supervisor = Supervisor(
@@ -109,7 +113,7 @@ class Session:
 
     def _hear(self, slot: int, message: Message) -> None:
         if message.kind == "failed":
-            self.supervisor.fail(remote_error(slot, message))
+            self.supervisor.fail(remote_error(self.supervisor.name(slot), message))
         else:
             self.heard.put((slot, message))
 
@@ -256,13 +260,11 @@ def _ignore(*_: Any) -> None:
     """Nobody listens."""
 
 
-def remote_error(slot: int, message: Message) -> BaseException:
-    """The worker's exception, as it was raised, with the place in notes."""
+def remote_error(who: str, message: Message) -> BaseException:
+    """The exception of a worker or server, as it was raised, with the place in notes."""
     body = message.body
     error = ship.load_exception(body["error"])
-    where = [f"worker {slot}"]
-    if "step" in body:
-        where += [f"step {body['step']}", f"lane {body['lane']}"]
+    where = [who, *(f"{name} {body[name]}" for name in ("step", "lane") if name in body)]
     if samples := body.get("samples"):
         where.append(f"samples {samples[:16]}{' …' if len(samples) > 16 else ''}")
     error.add_note(f"raised in {', '.join(where)} ({body['phase']})")

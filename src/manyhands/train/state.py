@@ -15,7 +15,6 @@ from torch import nn
 
 from manyhands.comm.arena import LEFT_OUT, MOST_WORKERS, Arena, ArenaSpec, Entry, dtype_of, lay_out
 from manyhands.comm.ship import Place
-from manyhands.errors import ModelError
 from manyhands.sync.factors import FACTORED_BYTES, rows_together
 from manyhands.sync.optimizer_state import HyperKey, StateLayout, Template, layout_of, template_of
 from manyhands.sync.undo import BATCH_UNITS, undo_capacity
@@ -31,28 +30,7 @@ WHOLE_BYTES = 1 << 18  # of one that is then applied whole, by one worker
 
 Named = tuple[str, nn.Parameter]
 
-__all__ = ["ModelState", "Needs", "check_model", "dissect", "sort_parameters", "state_in"]
-
-
-def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a model that cannot be trained, before anything is started."""
-    names = {id(p): n for n, p in model.named_parameters()}
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if strangers := held - names.keys():
-        raise ModelError(
-            f"the optimizer holds {len(strangers)} parameters that the model does not have; "
-            "build it on model.parameters() of the model that the Trainer gets"
-        )
-    if not any(p.requires_grad and id(p) in held for p in model.parameters()):
-        raise ModelError(
-            f"{type(model).__name__} has no trainable parameters in the optimizer ({len(names)} parameters in all); "
-            "set requires_grad on some, or use evaluate and predict, which need none"
-        )
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != "cpu":
-            raise ModelError(f"{name} is on {tensor.device}; valid is cpu: move the model with model.cpu() first")
-        if nn.parameter.is_lazy(tensor):
-            raise ModelError(f"{name} has no shape yet; call the model once on a batch before training it")
+__all__ = ["ModelState", "Needs", "dissect", "sort_parameters", "state_in"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +136,7 @@ class ModelState:
             ring=ring,
         )
         self.arena = Arena(spec)
+        self._state_keys = layout.keys
         self._loan: Loan | None = None
         self._by_row = TableState(self.arena) if tables else None
         self._units_of: dict[int, list[int]] = {}
@@ -324,9 +303,10 @@ class ModelState:
         arena, spec = self.arena, self.arena.spec
         planes = {key: arena.parameters(1 + index) for index, key in enumerate(spec.planes)}
         for number, entry in enumerate(spec.parameters):
-            values = state.get(entry.name)
+            values = {key: value for key, value in (state.get(entry.name) or {}).items() if value is not None}
             units = self._units_of.get(number)
-            if not values or not units:
+            # Of another optimizer it may lack something, and zeros in its place are not what a first step begins with.
+            if not values or not units or not self._state_keys[number] <= values.keys():
                 continue
             first, stop = units[0], units[-1] + 1
             for key, value in values.items():

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 __all__ = ["Collector", "large_linears", "straighten"]
@@ -67,7 +68,8 @@ def straighten(model: nn.Module, names: Sequence[str], collector: Collector) -> 
 def large_linears(model: nn.Module, names: Sequence[str]) -> dict[int, nn.Linear]:
     """The large linear layers by the number of their weight among ``names``.
 
-    A layer of another class, a weight that is shared, or a forward that somebody has replaced is left as it is.
+    A layer of another class, a weight that is shared or has a hook, or a forward that somebody has replaced is left as
+    it is.
     """
     position = {name: index for index, name in enumerate(names)}
     users: dict[int, int] = {}
@@ -80,16 +82,22 @@ def large_linears(model: nn.Module, names: Sequence[str]) -> dict[int, nn.Linear
         index = position.get(f"{name}.weight" if name else "weight")
         if type(module) is not nn.Linear or index is None or "forward" in vars(module) or weight is None:
             continue
-        if weight.nbytes >= _LARGE_BYTES and users[id(weight)] == 1 and weight.dtype == torch.float32:
+        usual = users[id(weight)] == 1 and weight.dtype == torch.float32 and not weight._backward_hooks
+        if usual and weight.nbytes >= _LARGE_BYTES:
             found[index] = module
     return found
 
 
 def _forward(module: nn.Linear, into: tuple[Collector, int]) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        if x.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or _is_transformed():
             return functional.linear(x, module.weight, module.bias)
         out: torch.Tensor = _Linear.apply(x, module.weight, module.bias, into)  # type: ignore[no-untyped-call]
         return out
 
     return forward
+
+
+def _is_transformed() -> bool:
+    """Whether the call is under torch.func or forward-mode differentiation, which know the plain layer."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0

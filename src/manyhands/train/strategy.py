@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +10,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from manyhands.comm.arena import MOST_SERVERS, MOST_WORKERS
+from manyhands.comm.arena import MOST_SERVERS
 from manyhands.comm.codecs import Codec, resolve_codec
 from manyhands.core.lateness import Lateness
 from manyhands.core.policies import POLICIES, Async, Mixing, Plain, Policy, compensates, make_policy
 from manyhands.core.rates import Rates, check_rates
 from manyhands.engine.local import cores
-from manyhands.errors import UsageError, unknown_name
+from manyhands.errors import UsageError, named_fields, unknown_name
 from manyhands.sync.clip import Clip
 from manyhands.sync.compress import memory_of
 from manyhands.train.lane import LaneRunner
@@ -26,7 +25,6 @@ from manyhands.train.mixing import job_of_mixing, lay_out_mixing
 from manyhands.train.state import ModelState, Needs
 
 __all__ = [
-    "MOST_WORKERS",
     "AllReduce",
     "Local",
     "Server",
@@ -34,7 +32,6 @@ __all__ = [
     "check_choice",
     "plain_sync",
     "resolve_sync",
-    "worker_range",
 ]
 
 _PREDICTED = _EASED = ("async", "bounded")  # where it was measured
@@ -95,6 +92,7 @@ class Sync(Protocol):
         """What workers are told: who computes a lane, and what is applied to the sum of the lanes."""
 
 
+@named_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
     """Copies agree on the gradient of every global batch: an ordered sum over the lanes.
@@ -132,6 +130,7 @@ class AllReduce:
         return {"template": state.template, "clips": clips, "runner": LaneRunner, "codec": codec}
 
 
+@named_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """Servers hold the parameters, each a part; workers bring them gradients and fetch what came of them."""
@@ -180,6 +179,11 @@ class Server:
         object.__setattr__(self, "pull_codec", resolve_codec(self.pull_codec))
         if isinstance(self.policy, str):
             check_choice("policy", self.policy, ("sync", *POLICIES))
+        elif isinstance(self.policy, type) or not callable(getattr(self.policy, "judge", None)):
+            raise UsageError(
+                f"policy received {self.policy!r}; valid: {', '.join(('sync', *POLICIES))}, or an object with "
+                "judge(staleness, moment), such as those in manyhands.core.policies"
+            )
         if self.staleness is not None and (isinstance(self.staleness, bool) or not isinstance(self.staleness, int)):
             raise UsageError(f"staleness received {self.staleness!r}; valid is an integer of at least 0, or None")
         _ = self.rule
@@ -259,11 +263,13 @@ class Server:
             raise UsageError(f"{name}={value!r} and policy={self.policy!r}: {name} goes with policy='mixing'")
         if not isinstance(self.policy, str):
             return self.policy
-        if self.policy == "sync":
-            return None
         setting = {"bounded": "staleness", "async": "oldest"}.get(self.policy)
         if self.staleness is not None and setting is None:
-            raise UsageError(f"staleness={self.staleness} has no meaning for policy {self.policy!r}")
+            raise UsageError(
+                f'staleness={self.staleness} and policy={self.policy!r}: staleness goes with "async" and "bounded"'
+            )
+        if self.policy == "sync":
+            return None
         if self.staleness is not None and setting is not None:
             given[setting] = self.staleness
         return make_policy(self.policy, **given)
@@ -370,22 +376,3 @@ def check_choice(kind: str, received: object, valid: Sequence[str]) -> None:
     """Refuse a word that is not one of the valid ones."""
     if received not in valid:
         raise unknown_name(kind, received, valid)
-
-
-def worker_range(workers: object) -> tuple[int, int]:
-    """``4`` -> (4, 4); ``"auto"`` -> one per core; ``(2, 6)`` -> as it is."""
-    if workers == "auto":
-        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(count, MOST_WORKERS), min(count, MOST_WORKERS)
-    if isinstance(workers, int) and not isinstance(workers, bool) and 1 <= workers <= MOST_WORKERS:
-        return workers, workers
-    if (
-        isinstance(workers, tuple)
-        and len(workers) == 2
-        and all(isinstance(w, int) and not isinstance(w, bool) for w in workers)
-        and 1 <= workers[0] <= workers[1] <= MOST_WORKERS
-    ):
-        return workers[0], workers[1]
-    raise UsageError(
-        f'workers received {workers!r}; valid: an integer from 1 to 64, "auto", or a pair (min, max) of these'
-    )

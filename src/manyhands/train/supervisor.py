@@ -67,6 +67,7 @@ class Supervisor:
     _closing: bool = False
     _thread: threading.Thread | None = None
     _wake: tuple[int, int] = (-1, -1)
+    _waking: threading.Lock = field(default_factory=threading.Lock)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _proposal_due: bool = False
     _next_tick: float = 0.0
@@ -92,10 +93,15 @@ class Supervisor:
         team = self._team(slot)
         return {team.role: slot - team.first}
 
+    def name(self, slot: int) -> str:
+        """What messages call the process in this slot: "worker 3", "server 0"."""
+        return " ".join(map(str, *self._who(slot).items()))
+
     # -- called from other threads --------------------------------------------------------------------------
     def start(self) -> None:
         """Fill the seats and begin to watch."""
-        self._wake = os.pipe()
+        with self._waking:
+            self._wake = os.pipe()
         os.set_blocking(self._wake[0], False)
         self._selector.register(self._wake[0], selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name="manyhands-supervisor", daemon=True)
@@ -103,9 +109,11 @@ class Supervisor:
         self.ask(lambda: self._do([*self.membership.start(), *(self.servers.start() if self.servers else ())]))
 
     def ask(self, request: Callable[[], None]) -> None:
-        """Run ``request`` in the supervisor's thread."""
+        """Run ``request`` in the supervisor's thread: once it has begun, and never when it has ended."""
         self._requests.put(request)
-        os.write(self._wake[1], b"x")
+        with self._waking:
+            if self._wake[1] >= 0:
+                os.write(self._wake[1], b"x")
 
     def resize(self, workers: int) -> None:
         """Change the number of workers while running."""
@@ -164,8 +172,10 @@ class Supervisor:
             seat.stack.close()
         self.seats.clear()
         self._selector.close()
-        for fd in self._wake:
-            os.close(fd)
+        with self._waking:
+            for fd in self._wake:
+                os.close(fd)
+            self._wake = (-1, -1)
         self._thread = None
         return len(seats)
 
@@ -227,15 +237,15 @@ class Supervisor:
                 self._selector.unregister(fd)
         team, who, step = self._team(slot), self._who(slot), self.arena.control.steps
         leaving = team.status.get(slot) == "leaving"
-        how, killed = seat.blame, seat.stopped_since is not None
-        if how is None:
-            ending = seat.process.ending()
-            how, killed = ending.words, ending.killed
         del self.seats[slot]
         if self.arena.spec.keeps:
             undone = go_back(self.arena, slot, self._others_finish)
         else:
             undone = recover(self.arena, slot)
+        how, killed = seat.blame, seat.stopped_since is not None
+        if how is None:
+            ending = seat.process.ending()
+            how, killed = ending.words, ending.killed
         seat.process.close()
         seat.stack.close()
         self.on_leave(slot)
@@ -351,7 +361,8 @@ class Supervisor:
                 self._condemn(slot, seat, f"was not ready after {self.limits.start_s:.0f} s", show_line=True)
             return
         beat = self.arena.control.slot_value(slot, "beat")
-        if beat != seat.beat:
+        # Between the epochs of a loop of the user's own, and after the last, nobody can say how long it may take.
+        if beat != seat.beat or PHASES[self.arena.control.slot_value(slot, "phase")] == "outside":
             seat.beat, seat.beat_time = beat, now
         elif now - seat.beat_time > self.limits.hang_s and seat.blame is None:
             self._condemn(slot, seat, f"gave no sign of life for {now - seat.beat_time:.1f} s", show_line=True)
@@ -365,10 +376,8 @@ class Supervisor:
         line = seat.stack.ask(seat.process) if show_line else None
         seat.blame = why
         at = f", at {line}" if line else ""
-        who = self._who(slot)
-        name = " ".join(map(str, *who.items()))
-        text = f"{name} (pid {seat.process.pid}) {why} {where}{at}; it is being replaced"
-        self.on_event(f"{self._team(slot).role}_hung", {**who, "pid": seat.process.pid, "text": text})
+        text = f"{self.name(slot)} (pid {seat.process.pid}) {why} {where}{at}; it is being replaced"
+        self.on_event(f"{self._team(slot).role}_hung", {**self._who(slot), "pid": seat.process.pid, "text": text})
         seat.process.signal(signal.SIGKILL)
 
     def _propose(self, lanes: list[int] | None = None) -> None:

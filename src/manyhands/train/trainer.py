@@ -14,7 +14,7 @@ from torch import nn
 from manyhands.config import environment
 from manyhands.data.adapt import Adapted, adapt
 from manyhands.engine import local
-from manyhands.errors import CheckpointDamaged, CheckpointError, ModelError, UsageError
+from manyhands.errors import CheckpointDamaged, CheckpointError, ModelError, UsageError, named_options
 from manyhands.sync.clip import resolve_clip
 from manyhands.train.archive import Saving
 from manyhands.train.callbacks import Callback, CallbackList
@@ -32,10 +32,11 @@ from manyhands.train.receipt import closing_line, header, interrupted_line
 from manyhands.train.row_tables import describe_tables
 from manyhands.train.run_folder import RunFolder
 from manyhands.train.schedule import Course, resolve_schedule
-from manyhands.train.seats import Limits
+from manyhands.train.seats import Limits, check_limits
 from manyhands.train.session import Session, infer_alone
-from manyhands.train.state import check_model
-from manyhands.train.strategy import MOST_WORKERS, Sync, check_choice, plain_sync, resolve_sync, worker_range
+from manyhands.train.strategy import Sync, check_choice, plain_sync, resolve_sync
+from manyhands.train.team import resized, worker_range
+from manyhands.train.trainable import check_model
 
 __all__ = ["Trainer"]
 
@@ -52,6 +53,7 @@ class Trainer:
     The result depends on seed, data, model and lanes; it does not depend on the workers.
     """
 
+    @named_options
     def __init__(
         self,
         model: nn.Module,
@@ -92,7 +94,7 @@ class Trainer:
                 raise UsageError(f"{name} received {value!r}; valid is an integer of at least {int(name != 'seed')}")
         self._seed, self._threads, self._precision = seed, threads, precision
         self._schedule, self._clips, self._accumulate, self._nan = schedule, resolve_clip(clip), accumulate, nan
-        self._limits = limits or Limits()
+        self._limits = check_limits(limits)
         self._optimizer: torch.optim.Optimizer | None = None
         self._notes: dict[str, Any] = {}
         self._fit: Fit | None = None
@@ -108,13 +110,7 @@ class Trainer:
 
     def resize(self, workers: int) -> None:
         """Change the number of workers, also while a fit runs (from a callback or another thread)."""
-        first, most = self._workers
-        if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= MOST_WORKERS:
-            raise UsageError(f"resize received {workers!r}; valid is an integer from 1 to {MOST_WORKERS}")
-        if first != most and not first <= workers <= most:
-            raise UsageError(f"resize received {workers}; this trainer was given workers=({first}, {most})")
-        if first == most:
-            self._workers = (workers, workers)
+        self._workers = resized(self._workers, workers)
         if self._fit is not None:
             self._fit.resize(workers)
 
@@ -123,6 +119,7 @@ class Trainer:
         self._notes[key] = value
 
     # -- the verbs ------------------------------------------------------------------------------------------
+    @named_options
     def fit(
         self,
         data: Any,
@@ -312,6 +309,7 @@ class Trainer:
             schedule=schedule, epochs=epochs, shuffle=adapted.shuffle if shuffle is None else shuffle,
             validation=None if checked is None else checked.source, validation_batch=_INFERENCE_BATCH,
             callbacks=callbacks, history=self.history, progress=view, saving=saving, sync=self._sync.name,
+            workers=self._workers,
         )  # fmt: skip
 
     # -- the run --------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ def main(channel: Channel) -> None:
             post = message.body["post"]
             post = None if post is None else msgspec.convert(post, Post, strict=False)
             worker = Worker(channel, arena, job, message.body["slot"], message.body["role"], post)
+            where["phase"] = "run"
             with contextlib.closing(worker):
                 worker.work()
     except (Stopped, ChannelClosed):
@@ -199,12 +200,14 @@ class Worker:
                 return
 
     def _where(self) -> dict[str, Any]:
-        assert self._runner is not None
+        """What was being done, for the message about an error."""
+        if self._runner is None:
+            return {"phase": "apply"}
         course, lane, batch = self._job.course, self._arena.control.slot_value(self._slot, "lane"), self._runner.batch
-        where: dict[str, Any] = {"phase": "step", "step": batch, "lane": lane}
-        if course is not None and lane >= 0:
-            where["samples"] = course.positions(self._arena.order, batch, lane).tolist()
-        return where
+        if course is None or lane < 0:
+            return {"phase": "apply", "step": batch}
+        samples = course.positions(self._arena.order, batch, lane).tolist()
+        return {"phase": "step", "step": batch, "lane": lane, "samples": samples}
 
     def _answer(self) -> None:
         while self._answered != self._arena.control.slot_value(self._slot, "inbox"):
