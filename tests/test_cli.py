@@ -148,13 +148,14 @@ def test_demo_trains_digits_to_98_percent_and_is_explained(shell: Shell) -> None
 def test_ctrl_c_leaves_a_receipt_and_resume_ends_in_the_same_weights(
     shell: Shell, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = shell.start("train", "own.py", "--workers", "2", "--set", "pause_s=0.02", "--run-dir", "cut")
+    process = shell.start("train", "own.py", "--workers", "2", "--set", "pause_s=0.02", "--run-dir", "cut", "--json")
     wait_for_line(process, "epoch ")
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130, err
     assert re.search(r"saved step \d+ · \d+ processes stopped · 0 left · resume: manyhands resume cut", out)
+    assert json.loads(out.splitlines()[-1])["status"] == "interrupted"
     assert children, "there was something to stop"
     assert psutil.wait_procs(children, timeout=5)[1] == []
 

@@ -1,6 +1,6 @@
 """The door of the command line: which verbs there are, and what becomes of an error.
 
-Exit codes: 0 done, 1 the user's code failed, 2 usage, 3 infrastructure, 130 interrupted.
+Exit codes: 0 done, 1 the user's code failed, 2 usage, 3 infrastructure, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from manyhands.errors import CheckpointError, ManyhandsError, NotFinite, RunErro
 
 __all__ = ["build", "exit_code", "main"]
 
-DONE, USER_CODE, USAGE, INFRASTRUCTURE, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, USER_CODE, USAGE, INFRASTRUCTURE, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 
 
 def build() -> App:
@@ -56,7 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = exit_code(error)
         _tell(error)
         if "--json" in words:
-            print_json({"status": "failed", "exit_code": code, "error": type(error).__name__, "message": str(error)})
+            status = "interrupted" if code == INTERRUPTED else "failed"
+            print_json({"status": status, "exit_code": code, "error": type(error).__name__, "message": str(error)})
+    except SystemExit as error:  # after SIGTERM: saved, and the receipt is printed
+        if "--json" in words and error.code == TERMINATED:
+            print_json({"status": "interrupted", "exit_code": TERMINATED})
+        raise
     sys.exit(code)
 
 

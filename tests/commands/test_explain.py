@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from manyhands.commands.explain import proof_holds, proof_lines, trouble_lines
+from manyhands.commands.explain import check_orders, proof_holds, proof_lines, trouble_lines
 from manyhands.core.ledger import Ledger
+from manyhands.core.order import epoch_order, order_digest
 
 
 def ledger_of(epochs: int, committed: list[tuple[int, int, int]]) -> Ledger:
@@ -55,6 +56,30 @@ def test_skipped_samples_are_named_with_their_reason() -> None:
     assert proof_holds(proof, is_done=True)
     assert proof_lines(proof, is_done=True) == [
         "ledger: epoch 1: 6 of 10 samples counted once · 4 skipped (the loss was not finite)"
+    ]
+
+
+def test_a_log_that_contradicts_the_ledger_is_a_failure_in_any_run() -> None:
+    ledger = ledger_of(1, [(0, 0, 2)])
+    ledger.witness(0, 0, 2, 3, 0)
+    assert proof_lines(ledger.verify(), is_done=True)[-1].endswith(
+        "confirmed by the servers' log, entry by entry, for 3 batches"
+    )
+    ledger.rollback(0)
+    ledger.commit(0, 0, 2)
+    ledger.witness(0, 0, 2, 4, 0)
+    for is_done in (False, True):
+        assert not proof_holds(ledger.verify(), is_done=is_done)
+        assert "NOT EXACT" in proof_lines(ledger.verify(), is_done=is_done)[-1]
+
+
+def test_an_order_that_is_not_that_of_the_seed_is_a_failure() -> None:
+    ledger = Ledger()
+    ledger.begin_epoch(0, 50, 10, order_digest(epoch_order(3, 0, 50)))
+    record = {"seed": 3, "shuffle": True}
+    assert check_orders(ledger.verify(), record) == []
+    assert check_orders(ledger.verify(), record | {"seed": 4}) == [
+        "ledger: NOT EXACT: the order of epoch 1 is not that of seed 4"
     ]
 
 

@@ -16,6 +16,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.errors import CheckpointMismatch, UsageError
 from manyhands.train.ledger_file import read_ledger
+from manyhands.train.strategy import resolve_sync
 
 pytestmark = [pytest.mark.fault, pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)]
 
@@ -62,6 +63,9 @@ def test_it_learns_and_counts_every_sample_once(row: Row, tmp_path: Path) -> Non
     assert history.metrics["val_accuracy"][-1] >= usual_accuracy() - row.lag
     proof = read_ledger(tmp_path / "ledger").verify()
     assert proof.exact and len(proof.epochs) == 8
+    sync = resolve_sync(row.make())
+    shares_log = sync.processes > 0 and sync.lanes == 1 and not sync.sockets
+    assert {epoch.witnessed for epoch in proof.epochs} == {44 if shares_log else 0}
 
 
 def test_evaluate_and_predict_are_those_of_one_process(row: Row) -> None:

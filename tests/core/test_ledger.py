@@ -60,6 +60,25 @@ def test_a_part_of_a_step_may_be_skipped_also_after_a_replay() -> None:
     assert counted(Ledger.from_records(ledger.to_records())) == counted(ledger)
 
 
+@pytest.mark.parametrize(
+    "effects, left_out, contradicted", [(4, 0, 0), (3, 1, 0), (5, 0, 1), (3, 0, 1), (4, 1, 1), (2, 2, 1)]
+)
+def test_the_servers_log_is_a_second_witness(effects: int, left_out: int, contradicted: int) -> None:
+    """Four batches were done, and for one of them there is a reason to have left it out."""
+    ledger = Ledger()
+    ledger.begin_epoch(0, 160, 32, "a")
+    ledger.commit(0, 0, 4)
+    ledger.skip(0, 1, "loss is NaN")
+    ledger.witness(0, 0, 0, 1, 0)
+    ledger.witness(0, 1, 4, effects, left_out)
+    for account in (ledger, Ledger.from_records(ledger.to_records())):
+        (proof,) = account.verify().epochs
+        assert (proof.witnessed, proof.contradicted) == (5, contradicted)
+        assert proof.exact == (contradicted == 0) == ("in the servers' log" not in str(proof))
+    ledger.rollback(1)
+    assert ledger.verify().epochs[0].witnessed == 1
+
+
 def test_a_dropped_last_batch_has_a_reason() -> None:
     ledger = Ledger()
     ledger.begin_epoch(0, 100, 32, "a", drop_last=True)

@@ -24,7 +24,7 @@ sys.path.insert(0, {folder!r})
 from scenes import Mlp, Sluggish, committed, table
 from manyhands.engine import local
 model = {model}()
-trainer = mh.Trainer(model, optimizer="adam", workers={workers})
+trainer = mh.Trainer(model, optimizer="adam", workers={workers}, sync={sync})
 def tell():
     while committed(trainer) < 1:
         time.sleep(0.001)
@@ -62,10 +62,12 @@ class Program:
         return "".join(self.said)
 
 
-def fit_script(run_dir: str | bool, *, workers: int = 2, epochs: int = 40, model: str = "Sluggish") -> str:
+def fit_script(
+    run_dir: str | bool, *, workers: int = 2, epochs: int = 40, model: str = "Sluggish", sync: str = "'allreduce'"
+) -> str:
     """A fit of some seconds."""
     folder = str(Path(__file__).parent)
-    return FIT.format(folder=folder, run_dir=run_dir, workers=workers, epochs=epochs, model=model)
+    return FIT.format(folder=folder, run_dir=run_dir, workers=workers, epochs=epochs, model=model, sync=sync)
 
 
 @contextmanager

@@ -21,7 +21,9 @@ def unix_sockets() -> set[str]:
     return {line.split()[7] for line in lines if len(line.split()) > 7}
 
 
-@pytest.mark.parametrize("moment", range(2))
+@pytest.mark.parametrize("sync", [
+    "'allreduce'", "'async'", "mh.Server(policy='async', replicas=1)", "'async-local'",
+], ids=["allreduce", "async", "replicas", "async-local"])  # fmt: skip
 @pytest.mark.parametrize(
     "number, codes",
     [
@@ -31,11 +33,11 @@ def unix_sockets() -> set[str]:
     ],
     ids=["ctrl-c", "term", "kill"],
 )
-def test_nothing_is_left(number: signal.Signals, codes: tuple[int, ...], moment: int, tmp_path: Path) -> None:
+def test_nothing_is_left(number: signal.Signals, codes: tuple[int, ...], sync: str, tmp_path: Path) -> None:
     segments, sockets = shared_memory(), unix_sockets()
-    with running(fit_script(str(tmp_path / "run"))) as program:
+    with running(fit_script(str(tmp_path / "run"), sync=sync)) as program:
         pids = [int(word) for word in program.wait_for("pids")]
-        time.sleep(random.Random(moment).random() * 0.5)
+        time.sleep(random.Random(sync).random() * 0.5)
         os.kill(program.process.pid, number)
         text = program.end()
     assert still_there(pids) == []

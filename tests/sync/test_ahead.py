@@ -96,7 +96,7 @@ def test_a_worker_computes_into_one_place_while_the_other_is_applied(
 ) -> None:
     monkeypatch.setattr(client, "step_back", lambda: None)
     arena, exchange = state.arena, state.arena.exchange()
-    worker, first, second = Client(arena, 3, ()), 3, 3 + MOST_WORKERS
+    worker, first, second = Client(arena, 3, (), counts=True), 3, 3 + MOST_WORKERS
 
     def grant(place: int, chunk: int) -> None:
         exchange.grant[place], exchange.grant_span[place] = chunk + 1, 1

@@ -86,6 +86,13 @@ def test_without_a_codec_nothing_is_counted(tmp_path: Path, capsys: pytest.Captu
     assert "bytes" not in (said := capsys.readouterr().out) and "codec" not in said
 
 
+@pytest.mark.parametrize("sync, updates", [("async", 6), (mh.Local(every=3, asynchronous=True), 2)], ids=str)
+def test_asynchronous_servers_are_brought_the_numbers_as_they_are(sync: Any, updates: int) -> None:
+    trainer, history = train(workers=1, fit={"batch_size": 15, "epochs": 2}, sync=sync)
+    moved = 2 * updates * sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert history.bytes == {"sent": moved, "received": moved, "samples": 2 * ROWS}
+
+
 def test_a_second_fit_goes_on() -> None:
     trainer = mh.Trainer(mlp(), workers=2, sync="allreduce:topk:0.1")
     first = trainer.fit((X, Y), epochs=2, batch_size=BATCH, run_dir=False, progress="quiet")

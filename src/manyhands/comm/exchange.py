@@ -62,7 +62,7 @@ class ExchangeShape:
     def words(self) -> int:
         per_server = 1 + self.workers
         return (
-            self.workers * len(_ROW) + self.servers * per_server + LOG * len(_ENTRY) + 2 * self.ring + 1 + self.windows
+            self.workers * len(_ROW) + self.servers * per_server + LOG * len(_ENTRY) + 2 * self.ring + 2 + self.windows
             + len(_COUNTS) + STALENESS_BINS
         )  # fmt: skip
 
@@ -107,6 +107,7 @@ class Exchange:
         self.stamp, self._members, self._more, self.number, self.count = log
         # By chunk: chunk + 1, and the entry that it is part of; -1 when it was left out on purpose.
         self.known, self.entry = take(2, shape.ring)
+        self._begun = take(1)
         self.counts = take(len(_COUNTS))
         self.staleness = take(STALENESS_BINS)
         self.ahead, numbers = numbers[: shape.workers], numbers[shape.workers :]
@@ -123,6 +124,18 @@ class Exchange:
     @newest.setter
     def newest(self, window: int) -> None:
         self._newest[0] = window
+
+    def begin(self, chunk: int) -> int:
+        """The chunk with which the run began; that of the first call, whoever asks later."""
+        if not self._begun[0]:
+            self._begun[0] = chunk + 1
+        return int(self._begun[0]) - 1
+
+    @property
+    def logged(self) -> int:
+        """How many chunks all servers have applied, by the entries of the log: whatever else is known of them."""
+        at = (int(self.applied.min()) - 1) % LOG
+        return int(self.number[at] + self.count[at]) - int(self._begun[0]) + 1 if self.stamp[at] else 0
 
     def set_members(self, at: int, places: Iterable[int]) -> None:
         """Say whose updates make the step of the entry at ``at``."""
@@ -146,13 +159,15 @@ class Exchange:
         """How often something happened, where that is known."""
         self.counts[_COUNTS.index(name)] = count
 
-    def tally(self) -> dict[str, int]:
-        """What happened to updates so far, and how far behind they were when they came."""
+    def tally(self, *, scales: bool = False) -> dict[str, int]:
+        """What happened to updates so far, and how far behind they were when they came. ``scales``: those that were
+        counted for less."""
         shares = np.cumsum(self.staleness) / max(int(self.staleness.sum()), 1)
         behind = {f"staleness_p{part}": int(np.searchsorted(shares, part / 100)) for part in (50, 95)}
         most = np.flatnonzero(self.staleness)
         worst = {"staleness_most": int(most[-1]) if most.size else 0}
-        return dict(zip(_COUNTS, self.counts.tolist(), strict=True)) | behind | worst
+        scaled = {"scaled": int(self.staleness[1:].sum()) if scales else 0}
+        return dict(zip(_COUNTS, self.counts.tolist(), strict=True)) | scaled | behind | worst
 
 
 def _signed(bits: int) -> int:

@@ -11,6 +11,7 @@ from manyhands.commands.options import DEFAULT_OUTPUT, Output
 from manyhands.commands.output import format_bill, format_measures, format_seconds, format_time, print_json, say
 from manyhands.commands.runs import Overview, read_overview
 from manyhands.core.ledger import EpochProof, Proof
+from manyhands.core.order import epoch_order, order_digest
 from manyhands.observe.events import read_events
 from manyhands.train.ledger_file import read_ledger
 from manyhands.train.receipt import format_traffic, format_updates
@@ -33,10 +34,11 @@ def explain(run: str, /, *, output: Output = DEFAULT_OUTPUT) -> int:
     folder = find_run(run)
     overview = read_overview(folder)
     proof = read_ledger(folder.ledger).verify()
+    orders = check_orders(proof, overview.record)
     events = read_events(folder.events)
     is_done = overview.status == "finished"
     if not output.quiet:
-        for line in [*overview_lines(overview), *proof_lines(proof, is_done=is_done), *trouble_lines(events)]:
+        for line in [*overview_lines(overview), *proof_lines(proof, is_done=is_done), *orders, *trouble_lines(events)]:
             say(line)
         if updates := overview.record.get("updates"):
             say(f"updates: {updates['applied']:,} applied · {format_updates(updates)}")
@@ -47,7 +49,22 @@ def explain(run: str, /, *, output: Output = DEFAULT_OUTPUT) -> int:
         trouble = [event for event in events if event["event"] in TROUBLE]
         told = {"bill": overview.bill, "bytes": overview.bytes, "proof": proof.to_dict(), "trouble": trouble}
         print_json({**overview.to_dict(), **told})
-    return 0 if proof_holds(proof, is_done=is_done) else LEDGER_IS_WRONG
+    return 0 if proof_holds(proof, is_done=is_done) and not orders else LEDGER_IS_WRONG
+
+
+def check_orders(proof: Proof, record: Mapping[str, Any]) -> list[str]:
+    """The ledger counts positions in the order of an epoch. Make the orders again: they must be those of the run, and
+    each has every sample once."""
+    if "shuffle" not in record:
+        return []
+    wrong = []
+    for epoch in proof.epochs:
+        order = epoch_order(record["seed"], epoch.epoch, epoch.samples, record["shuffle"])
+        if order_digest(order) != epoch.order_digest:
+            wrong.append(
+                f"ledger: NOT EXACT: the order of epoch {epoch.epoch + 1} is not that of seed {record['seed']}"
+            )
+    return wrong
 
 
 def overview_lines(overview: Overview) -> list[str]:
@@ -78,7 +95,8 @@ def overview_lines(overview: Overview) -> list[str]:
 def proof_holds(proof: Proof, *, is_done: bool) -> bool:
     """Whether nothing was lost or counted twice; the last epoch of a run that goes on may be incomplete."""
     complete = proof.epochs if is_done else proof.epochs[:-1]
-    return all(epoch.exact for epoch in complete) and all(epoch.more_than_once == 0 for epoch in proof.epochs)
+    doubled = any(epoch.more_than_once or epoch.contradicted for epoch in proof.epochs)
+    return all(epoch.exact for epoch in complete) and not doubled
 
 
 def proof_lines(proof: Proof, *, is_done: bool) -> list[str]:
@@ -94,6 +112,8 @@ def proof_lines(proof: Proof, *, is_done: bool) -> list[str]:
         if not epoch.exact or epoch.skipped:
             is_open = not is_done and epoch is proof.epochs[-1]
             lines.append(f"ledger: {_describe_epoch(epoch, is_open=is_open)}")
+    if steps := sum(epoch.witnessed for epoch in proof.epochs if not epoch.contradicted):
+        lines.append(f"ledger: confirmed by the servers' log, entry by entry, for {steps:,} batches")
     if not proof_holds(proof, is_done=is_done):
         lines.append("ledger: NOT EXACT: samples were lost or counted twice, see the epochs above")
     return lines
@@ -107,6 +127,8 @@ def _describe_epoch(epoch: EpochProof, *, is_open: bool) -> str:
         parts.append(f"{epoch.never:,} {'still to come' if is_open else 'never'}")
     if epoch.more_than_once:
         parts.append(f"{epoch.more_than_once:,} more than once")
+    if epoch.contradicted:
+        parts.append(f"{epoch.contradicted:,} effects more or fewer in the servers' log")
     return " · ".join(parts)
 
 

@@ -1,8 +1,11 @@
-"""The ledger: which samples each epoch of a synchronous run has counted, as a log that can be replayed and checked.
+"""The ledger: which samples each epoch of a run has counted, as a log that can be replayed and checked.
 
 Steps are the run's own, counted from 0 across epochs; a run (or a checkpoint) *at* step ``n`` has committed the
 steps 0 … n-1. An epoch that begins at step ``f`` takes, at step ``s``, the positions from ``(s - f) * batch_size``
 of its order, up to ``batch_size`` of them. So ranges of steps are ranges of positions, and the account stays small.
+
+Where servers apply updates one by one, their log is a second witness: between two rests of the run it has as many
+batches as the ledger, or the account is wrong.
 
 The ledger does not prevent a double or a missing commit: it would be no proof if it could not show one.
 """
@@ -34,14 +37,19 @@ class EpochProof:
     skipped: dict[str, int]
     """Samples that were left out on purpose, by reason."""
     order_digest: str
+    witnessed: int = 0
+    """Steps whose effects the servers' log has confirmed."""
+    contradicted: int = 0
+    """By how many effects their log has more, or fewer, than it should."""
 
     @property
     def exact(self) -> bool:
-        return self.never == 0 and self.more_than_once == 0
+        return self.never == 0 and self.more_than_once == 0 and self.contradicted == 0
 
     def __str__(self) -> str:
         skips = "".join(f" · {count} skipped ({reason})" for reason, count in self.skipped.items())
         wrong = "" if self.exact else f" · {self.never} never · {self.more_than_once} more than once"
+        wrong += f" · {self.contradicted} effects more or fewer in the servers' log" if self.contradicted else ""
         return f"epoch {self.epoch}: {self.once} of {self.samples} samples counted once{skips}{wrong}"
 
 
@@ -74,6 +82,8 @@ class _Epoch:
     """Ranges of steps, both ends included, in the order of their commits."""
     skips: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Step -> why, and how many samples of it."""
+    witnesses: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Ranges of steps, both ends included; how many of them the servers' log has, and how many it left out."""
 
     @property
     def steps(self) -> int:
@@ -101,6 +111,7 @@ class _Epoch:
     def undo_from(self, step: int) -> None:
         self.commits = [(first, min(last, step - 1)) for first, last in self.commits if first < step]
         self.skips = {at: skip for at, skip in self.skips.items() if at < step}
+        self.witnesses = [witness for witness in self.witnesses if witness[1] < step]
 
     def prove(self) -> EpochProof:
         skipped: Counter[str] = Counter()
@@ -115,6 +126,11 @@ class _Epoch:
                     skipped[reason] += left_out
                     samples -= left_out
             once += samples * count
+        witnessed = contradicted = 0
+        for first, last, effects, left_out in self.witnesses:
+            reasons = sum(first <= step <= last for step in self.skips)
+            witnessed += last - first + 1
+            contradicted += abs(last - first + 1 - left_out - effects) + max(left_out - reasons, 0)
         if tail := self.samples - self._samples_in(self.first_step, self.end_step - 1):
             skipped["drop_last"] += tail
         return EpochProof(
@@ -125,6 +141,8 @@ class _Epoch:
             more_than_once=more_than_once,
             skipped=dict(skipped),
             order_digest=self.order_digest,
+            witnessed=witnessed,
+            contradicted=contradicted,
         )
 
     def _counted_ranges(self) -> list[tuple[int, int, int]]:
@@ -226,6 +244,13 @@ class Ledger:
         part = {} if samples is None else {"samples": samples}
         self._records.append({"kind": "skip", "epoch": epoch, "step": step, "reason": reason, **part})
 
+    def witness(self, epoch: int, first_step: int, last_step: int, effects: int, left_out: int) -> None:
+        """Of the steps ``first_step`` … ``last_step``, both included, the servers' log has ``effects``; it left out as
+        many as it says on purpose, for which there is a skip."""
+        self._checked(epoch, first_step, last_step).witnesses.append((first_step, last_step, effects, left_out))
+        seen = {"first": first_step, "last": last_step, "effects": effects, "left_out": left_out}
+        self._records.append({"kind": "witness", "epoch": epoch, **seen})
+
     def rollback(self, step: int) -> None:
         """Go back to the account of a run at ``step``: that step and all later ones are not committed."""
         for epoch in self._epochs.values():
@@ -277,6 +302,8 @@ def _replay(ledger: Ledger, record: Mapping[str, Any]) -> None:
             ledger.commit(epoch, first, last)
         case {"kind": "skip", "epoch": epoch, "step": step, "reason": reason}:
             ledger.skip(epoch, step, reason, record.get("samples"))
+        case {"kind": "witness", "epoch": epoch, "first": first, "last": last, "effects": effects, "left_out": left}:
+            ledger.witness(epoch, first, last, effects, left)
         case {"kind": "rollback", "step": step}:
             ledger.rollback(step)
         case _:

@@ -33,6 +33,7 @@ __all__ = [
     "Verdict",
     "compensates",
     "make_policy",
+    "scales",
     "together",
     "usual_ramp",
 ]
@@ -101,6 +102,12 @@ def compensates(policy: Policy) -> bool:
     """Whether it asks for compensation; then it must be known what workers have read."""
     verdicts = [policy.judge(staleness, Moment()) for staleness in (1, 2, 4, 8, 16)]
     return any(isinstance(verdict, Apply) and verdict.compensation for verdict in verdicts)
+
+
+def scales(policy: Policy) -> bool:
+    """Whether an update counts for less when it is stale."""
+    fresh, stale = (policy.judge(staleness, Moment()) for staleness in (0, 1))
+    return isinstance(fresh, Apply) and isinstance(stale, Apply) and stale.scale < fresh.scale
 
 
 def _check(policy: Policy, least: Mapping[str, float]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from manyhands.comm.arena import MOST_WORKERS, Arena
+from manyhands.comm.control import SLOT_FIELDS
 from manyhands.engine.precedence import step_back
 from manyhands.sync.clip import Clip
 from manyhands.sync.loose import Loose
@@ -22,6 +23,7 @@ from manyhands.sync.windows import read_newest
 __all__ = ["Client", "Courier", "GivenUp"]
 
 _WAIT_S = 0.1
+_SENT, _RECEIVED = SLOT_FIELDS.index("sent_bytes"), SLOT_FIELDS.index("received_bytes")
 
 
 class GivenUp(BaseException):
@@ -107,9 +109,12 @@ class Client(Courier):
     parameters itself when it begins a chunk, as they are by then.
     """
 
-    def __init__(self, arena: Arena, slot: int, clips: Sequence[Clip]) -> None:
+    def __init__(self, arena: Arena, slot: int, clips: Sequence[Clip], *, counts: bool) -> None:
+        """``counts``: the parameters that are read and the gradients that are brought count as bytes, as they are."""
         super().__init__(arena, slot, clips)
         self._exchange = arena.exchange()
+        counts = counts and not arena.spec.tables  # of which rows are counted
+        self._bytes = sum(entry.size_bytes for entry in arena.spec.parameters) if counts else 0
         if arena.spec.ahead:
             step_back()
 
@@ -147,6 +152,7 @@ class Client(Courier):
         exchange = self._exchange
         self.place, self.step, self.span = place, int(exchange.grant[place]) - 1, int(exchange.grant_span[place])
         self._words[AT] = self.step
+        self._words[_RECEIVED] += self._bytes
         if self._arena.spec.ahead:
             self.window = read_newest(exchange, self._slot)
             exchange.grant_version[place] = exchange.shown_version[self.window]
@@ -178,5 +184,7 @@ class Client(Courier):
         """Bring the update, and ask for another chunk."""
         if self._bad:
             self._arena.carry_over(self.bank, self.place)
+        else:
+            self._words[_SENT] += self._bytes
         self._ask(self.place, self.step + 1)
         return True

@@ -37,7 +37,8 @@ class Lead:
         while exchange.stamp[self._next % LOG] == self._next + 1:
             self._next += 1
         last = (self._next - 1) % LOG
-        self._number = int(exchange.number[last] + exchange.count[last]) if self._next else first
+        begun = exchange.begin(first)
+        self._number = int(exchange.number[last] + exchange.count[last]) if self._next else begun
         self._looks_around = getattr(policy, "looks_around", True)
         self._judged = exchange.granted.copy()
         self._group: list[int] = []

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from manyhands.core.order import epoch_order, order_digest
+from manyhands.core.policies import scales
 from manyhands.data.source import Source
 from manyhands.errors import CheckpointMismatch
 from manyhands.sync.kept import replay_steps
@@ -33,8 +34,9 @@ from manyhands.train.run_folder import RunFolder
 from manyhands.train.schedule import Course, Schedule
 from manyhands.train.session import Session
 from manyhands.train.state import ModelState
-from manyhands.train.tally import add_in_order, sums_of
+from manyhands.train.tally import add_in_order, sums_of, values_of
 from manyhands.train.team import resized
+from manyhands.train.witness import Witness
 
 __all__ = ["Fit"]
 
@@ -66,6 +68,7 @@ class Fit:
     sync: str
     workers: tuple[int, int]
     archive: Archive = field(init=False)
+    witness: Witness = field(init=False)
     lock_step: bool = False
     interrupts: Interrupts = field(default_factory=Interrupts)
     start_step: int = 0
@@ -132,7 +135,8 @@ class Fit:
         self._closed = True
         self.history.bill = self.session.bill()
         if self.session.arena.spec.exchange:
-            self.history.updates = self.session.arena.exchange().tally()
+            policy = self.job.policy
+            self.history.updates = self.session.arena.exchange().tally(scales=policy is not None and scales(policy))
         traffic = self.session.traffic()
         if self.job.codec is not None or any(traffic.values()):
             self.history.bytes = {**traffic, "samples": self._samples}
@@ -165,6 +169,7 @@ class Fit:
             controls=self, epochs=self.epochs, steps_per_epoch=self.course.steps_per_epoch, history=self.history
         )
         state.step = self.start_step
+        self.witness = Witness(self.session.arena, self.start_step, sockets=self.session.sockets)
         self.session.start(self.course.round_of(self.start_step))
         self.memory.lend(self.model)
         self._rate_mark = (time.monotonic(), self.start_step)
@@ -196,11 +201,10 @@ class Fit:
             if self.done < end:
                 self._save_if_due(before=end)
         if self.done < end:
-            self._hold()
-            self._consume()
+            self._settle()
             return
-        self._consume()
-        values = self._values(self._sums) | self._validate()
+        self._settle()
+        values = values_of(self._sums, self.job.metrics) | self._validate()
         values["seconds"] = time.monotonic() - begun
         self._sums[:] = 0
         state.metrics = values
@@ -245,6 +249,13 @@ class Fit:
         patience_s = _BATCH_TIMEOUT_S * self.course.every * self.course.span
         return self.course.done(self.session.hold(self.course.round_of(self._consumed), patience_s))
 
+    def _settle(self) -> int:
+        """Let the workers rest, and bring the account up to there; returns the batches that are done."""
+        done = self._hold()
+        self._consume()
+        self.witness.rested(self.archive.ledger, self.course.steps_per_epoch, self._entered)
+        return done
+
     def _one_step(self, state: State) -> None:
         """A single round, or what one worker takes at once, with the callbacks around it."""
         self.callbacks.on_step_begin(state)
@@ -256,7 +267,7 @@ class Fit:
         self._consume()
         self._sample_rate()
         state.step = self.course.done(step)
-        state.metrics = self._values(self._last_sums)
+        state.metrics = values_of(self._last_sums, self.job.metrics)
         self.callbacks.on_step_end(state)
 
     def _consume(self) -> None:
@@ -270,6 +281,7 @@ class Fit:
         if done <= first:  # after a death, steps that were added up before may be taken again
             return
         batches = np.arange(first, done)
+        self.witness.passed(batches)
         rows, fresh = self.course.rows_of(batches), batches >= self._consumed
         sums, moved = np.split(sums_of(stats[:, : self.course.lanes], batches, rows), [len(self._sums)], axis=1)
         counted = np.where(np.isfinite(sums[:, 1]), sums[:, 0], 0)
@@ -284,15 +296,6 @@ class Fit:
             batch, count = first + at, int(rows[at] - counted[at])
             self.archive.ledger.skip(epoch, batch, "the loss was not finite", count)
             self.archive.emit("step_skipped", step=batch, samples=count, why="the loss was not finite")
-
-    def _values(self, sums: np.ndarray) -> dict[str, float]:
-        count = int(sums[0])
-        values = {"loss": float(sums[1] / count) if count else float("nan")}
-        at = 2
-        for metric in self.job.metrics:
-            values[metric.name] = metric.result(sums[at : at + metric.width].tolist(), count)
-            at += metric.width
-        return values
 
     def _validate(self) -> dict[str, float]:
         if self.validation is None:
@@ -312,7 +315,7 @@ class Fit:
             rate = (steps - before) * self.course.batch_size / (now - then)
             self._rate = rate if self._rate == 0 else 0.7 * self._rate + 0.3 * rate
             self._rate_mark = (now, steps)
-            self._show(self.done // self.course.steps_per_epoch, self._values(self._sums))
+            self._show(self.done // self.course.steps_per_epoch, values_of(self._sums, self.job.metrics))
 
     def _show(self, epoch: int, values: dict[str, float]) -> None:
         within = self.done - epoch * self.course.steps_per_epoch
@@ -342,8 +345,7 @@ class Fit:
         if self.archive.folder is None:
             return
         horizon = self.session.control.horizon
-        done = self._hold()
-        self._consume()
+        done = self._settle()
         tensors, meta = self.memory.snapshot(), self._meta()
         if self.session.control.steps < horizon:
             self.session.allow(horizon)

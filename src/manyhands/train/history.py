@@ -30,9 +30,10 @@ class History:
         self.bill: dict[str, float] = {}
         """Seconds per phase."""
         self.updates: dict[str, int] = {}
-        """Of asynchronous servers: updates applied, dropped, held back and brought twice, and how stale they were."""
+        """Of asynchronous servers: updates applied, scaled, dropped, held, doubled, and how stale they were."""
         self.bytes: dict[str, int] = {}
-        """With a codec or over sockets: bytes that workers ``sent`` and ``received``, and over how many ``samples``."""
+        """Of asynchronous servers, or with a codec: bytes that workers ``sent`` and ``received``, and for how many
+        ``samples``."""
         self.rows: dict[str, int] = {}
         """Rows of tables that steps have ``"pulled"`` and ``"pushed"``; empty where no table is held by row."""
         self.step_times: list[tuple[float, int]] = []

@@ -64,7 +64,9 @@ def closing_line(history: History, steps: int) -> str:
 
 def format_updates(updates: Mapping[str, int]) -> str:
     """How stale updates were, and what was not applied as it came."""
-    odd = "".join(f" · {updates[name]:,} {name}" for name in ("dropped", "held", "doubled") if updates[name])
+    odd = "".join(
+        f" · {updates[name]:,} {name}" for name in ("scaled", "dropped", "held", "doubled") if updates.get(name)
+    )
     return f"staleness p50 {updates['staleness_p50']}, p95 {updates['staleness_p95']}{odd}"
 
 

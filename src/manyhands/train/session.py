@@ -84,6 +84,11 @@ class Session:
             self._coordination.on_failure = self.supervisor.fail
             self.supervisor.names = lambda: self._coordination.names if self._coordination is not None else {}
 
+    @property
+    def sockets(self) -> bool:
+        """Whether servers have memory of their own."""
+        return self._coordination is not None
+
     def on_event(self, hear: Callable[[str, dict[str, Any]], None]) -> None:
         """Let ``hear`` know what happens to the workers."""
         self.supervisor.on_event = hear

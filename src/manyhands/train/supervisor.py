@@ -151,7 +151,8 @@ class Supervisor:
         self.arena.control.desk.ring()
 
     def close(self, timeout_s: float = 2.0) -> int:
-        """Let the workers leave, end those that do not, and stop watching. Returns how many processes there were."""
+        """Let the workers leave, end those that do not, and stop watching. Returns how many processes there were; those
+        that cannot be ended stay in their seats."""
         if self._thread is None:
             return 0
         self._closing = True
@@ -166,11 +167,11 @@ class Supervisor:
         for seat in seats:
             if not seat.process.wait(max(deadline - time.monotonic(), 0)):
                 seat.process.signal(signal.SIGKILL)
-        for seat in seats:
-            seat.process.wait(10)
+        for slot, seat in list(self.seats.items()):
+            if seat.process.wait(10):
+                del self.seats[slot]
             seat.process.close()
             seat.stack.close()
-        self.seats.clear()
         self._selector.close()
         with self._waking:
             for fd in self._wake:

@@ -6,9 +6,13 @@ added up at once, so what a history says depends neither on workers nor on when 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-__all__ = ["add_in_order", "sums_of"]
+from manyhands.train.metrics import Metric
+
+__all__ = ["add_in_order", "sums_of", "values_of"]
 
 
 def sums_of(stats: np.ndarray, batches: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -27,3 +31,14 @@ def add_in_order(total: np.ndarray, sums: np.ndarray) -> np.ndarray:
     """``total`` and then one batch after the other."""
     added: np.ndarray = np.add.accumulate(np.vstack([total, sums]))[-1]
     return added
+
+
+def values_of(sums: np.ndarray, metrics: Sequence[Metric]) -> dict[str, float]:
+    """Loss and metrics, by name, of what was added up."""
+    count = int(sums[0])
+    values = {"loss": float(sums[1] / count) if count else float("nan")}
+    at = 2
+    for metric in metrics:
+        values[metric.name] = metric.result(sums[at : at + metric.width].tolist(), count)
+        at += metric.width
+    return values

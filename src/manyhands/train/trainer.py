@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -321,6 +322,9 @@ class Trainer:
             "seed": self._seed, "threads": self._threads,
             "precision": self._precision, "accumulate": self._accumulate, "epochs": fit.epochs,
             "codec": None if fit.job.codec is None else fit.job.codec.name,
+            "schedule": None if self._schedule is None else str(self._schedule), "shuffle": fit.shuffle,
+            "clip": [str(clip) for clip in self._clips], "nan": self._nan,
+            "limits": asdict(self._limits), "saving": asdict(fit.saving),
         }  # fmt: skip
         if line := self._sync.describe():
             notes = [line, *notes]

@@ -126,7 +126,7 @@ def _driver(arena: Arena, job: Job, slot: int, role: Role, post: Post | None) ->
             codecs = Codecs(job.codec, job.pull_codec)
             return SocketServer(arena, slot, post, job.template, job.policy, codecs, job.predict)
         if role == "worker":
-            return Client(arena, slot, job.clips)
+            return Client(arena, slot, job.clips, counts=job.codec is None)
         assert job.policy is not None
         index = slot - arena.spec.slots + arena.spec.exchange
         assert job.course is not None
