@@ -31,6 +31,10 @@ import psutil
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 MARK = "MANYHANDS_ENDING"
 START_S = 120.0
+SYNCS = {
+    "allreduce": "'allreduce'", "async": "'async'", "replicas": "mh.Server(policy='async', replicas=1)",
+    "async-local": "'async-local'",
+}  # fmt: skip
 SIGNALS = {"ctrl-c": signal.SIGINT, "ctrl-c twice": signal.SIGINT, "term": signal.SIGTERM, "kill": signal.SIGKILL}
 
 SCRIPT = """
@@ -39,7 +43,7 @@ print("begun", flush=True)
 import manyhands as mh
 model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
 x = torch.randn(2000, 20)
-trainer = mh.Trainer(model, optimizer="adam", workers=2)
+trainer = mh.Trainer(model, optimizer="adam", workers=2, sync=SYNC)
 trainer.fit((x, x[:, :4].argmax(1)), epochs=60, batch_size=16, lanes=4, run_dir=sys.argv[1], checkpoint_every_s=0.2)
 """
 
@@ -69,18 +73,20 @@ def segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def sockets() -> set[str]:
-    """Named Unix sockets; the pairs that connect our processes have no name and go with them."""
+def sockets(pid: int) -> set[str]:
+    """Named Unix sockets of the runs of that process, and their folders; the pairs that connect our processes have no
+    name and go with them."""
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return {row[7] for row in rows if len(row) > 7 and "manyhands" in row[7]}
+    folders = {str(path) for path in Path(tempfile.gettempdir()).glob(f"manyhands-{pid}-*")}
+    return folders | {row[7] for row in rows if len(row) > 7 and f"manyhands-{pid}-" in row[7]}
 
 
-def once(name: str, after_s: float, grace_s: float, folder: Path) -> tuple[str, float, list[str]]:
+def once(name: str, sync: str, after_s: float, grace_s: float, folder: Path) -> tuple[str, float, list[str]]:
     """End one run after ``after_s`` seconds; returns how it ended, after how long, and what it left."""
-    token, segments_before, sockets_before = uuid.uuid4().hex, segments(), sockets()
+    token, segments_before = uuid.uuid4().hex, segments()
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), MARK: token}
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder / token)],
+        [sys.executable, "-c", SCRIPT.replace("SYNC", SYNCS[sync]), str(folder / token)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -101,7 +107,7 @@ def once(name: str, after_s: float, grace_s: float, folder: Path) -> tuple[str, 
         took_s = time.monotonic() - begun
         left = [describe(pid, after_s) for pid in pids]
         left += [f"segment {name}" for name in segments() - segments_before]
-        left += [f"socket {name}" for name in sockets() - sockets_before]
+        left += [f"socket {name}" for name in sockets(process.pid)]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -113,6 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--times", type=int, default=100, help="how often each")
     parser.add_argument("--signals", default=",".join(SIGNALS), help=f"some of: {', '.join(SIGNALS)}")
+    parser.add_argument("--sync", choices=SYNCS, default="allreduce")
     parser.add_argument("--longest", type=float, default=5.0, help="the latest moment, in seconds after torch is there")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds after which nothing may be left")
     parser.add_argument("--seed", type=int, default=0)
@@ -124,7 +131,8 @@ def main() -> int:
             left: list[str] = []
             seconds: list[float] = []
             for _ in range(options.times):
-                ending, took_s, found = once(name, dice.uniform(0.0, options.longest), options.grace, Path(folder))
+                moment = dice.uniform(0.0, options.longest)
+                ending, took_s, found = once(name, options.sync, moment, options.grace, Path(folder))
                 endings[ending] += 1
                 seconds.append(took_s)
                 left += found
