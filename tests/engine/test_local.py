@@ -166,6 +166,106 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another(monkeypatch: pyt
     child.close()
 
 
+def test_a_stopped_zygote_is_woken() -> None:
+    zygote = local.zygote_pid()
+    assert zygote is not None
+    os.kill(zygote, signal.SIGSTOP)
+    begun = time.monotonic()
+    child = local.spawn("test_local:leave")
+    assert child.wait(10) and child.ending().words == "exited with code 7"
+    assert time.monotonic() - begun < 10 and local.zygote_pid() == zygote
+    child.close()
+
+
+def test_a_child_that_dies_before_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.pidfd_open
+
+    def late(pid: int) -> int:
+        os.kill(pid, signal.SIGKILL)
+        assert within(10, lambda: not Path(f"/proc/{pid}").exists()), "nobody collected it"
+        return really(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", late)
+    child = local.spawn("test_local:sleep")
+    monkeypatch.undo()
+    assert child.wait(0) and not child.is_alive()
+    assert child.ending().words == "killed by SIGKILL"
+    child.close()
+
+
+REFUSING = """
+import os
+really = os.fork
+def fork():
+    if os.path.exists({marker!r}):
+        os.remove({marker!r})
+        raise BlockingIOError(11, "no room, says the test")
+    return really()
+os.fork = fork
+"""
+
+
+def test_a_fork_that_fails_is_tried_again_and_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = tmp_path / "marker"
+    (tmp_path / "sitecustomize.py").write_text(REFUSING.format(marker=str(marker)))
+    local.shutdown()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    first = local.spawn("test_local:sleep")
+    assert first.channel.receive(60) is not None
+    marker.touch()
+    second = local.spawn("test_local:sleep")
+    assert second.channel.receive(30) is not None
+    assert not marker.exists(), "the fork did not fail"
+    assert first.is_alive()
+    for child in (first, second):
+        child.signal(signal.SIGKILL)
+        assert child.wait(10)
+        child.close()
+    monkeypatch.undo()
+    local.shutdown()
+    local.warm()
+
+
+def test_the_zygote_stays_while_somebody_needs_it() -> None:
+    child = local.spawn("test_local:sleep")
+    assert not local.release() and child.is_alive()
+    child.signal(signal.SIGKILL)
+    assert child.wait(10)
+    child.close()
+    assert local.release() and local.zygote_pid() is None
+    local.warm()
+
+
+FOLDER = """
+import sys, time
+from manyhands.engine import local
+local.remove_afterwards(sys.argv[1])
+local.shutdown()
+child = local.spawn("test_local:sleep")
+child.channel.receive(60)
+print("ready", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_folder_outlives_the_zygote_but_not_the_caller(killed: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    source = str(Path(manyhands.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([source, str(Path(__file__).parent)])}
+    command = [sys.executable, "-c", FOLDER, str(folder), "60" if killed else "0.5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == b"ready\n"
+        assert folder.exists(), "it went with the first zygote"
+        if killed:
+            caller.kill()
+        caller.wait(10)
+        assert within(5, lambda: not folder.exists())
+
+
 SCRIPT = """
 import sys, time
 from manyhands.engine import local

@@ -28,7 +28,9 @@ trainer = mh.Trainer(model, optimizer="adam", workers={workers}, sync={sync})
 def tell():
     while committed(trainer) < 1:
         time.sleep(0.001)
-    print("pids", local.zygote_pid(), *trainer.pids.values(), flush=True)
+    pids = [local.zygote_pid(), *trainer.pids.values()]
+    sys.stdout.write(" ".join(["pids", *map(str, pids)]) + "\\n")  # in one piece: the fit prints, too
+    sys.stdout.flush()
 threading.Thread(target=tell, daemon=True).start()
 trainer.fit(table(1600), epochs={epochs}, batch_size=16, lanes=4, run_dir={run_dir!r}, checkpoint_every_s=0.1)
 print("digest", mh.digest(model), flush=True)

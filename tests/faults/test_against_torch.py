@@ -79,6 +79,23 @@ def test_hooks_of_parameters_run() -> None:
     assert len(digests) == 1
 
 
+def parametrized() -> nn.Module:
+    """One layer has its weight from two parameters, the other is kept orthogonal: each is of a class that torch makes."""
+    model = large(64)
+    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrizations.orthogonal(model[2])
+    return model
+
+
+@pytest.mark.usefixtures("way")
+def test_parametrized_layers() -> None:
+    reference = parametrized()
+    plain_loop(reference, FACTORIES["adam"], None)
+    trained = Scene(parametrized, FACTORIES["adam"], table(SAMPLES), EPOCHS, BATCH, lanes=1).run(2)
+    assert trained.digest == mh.digest(reference) != mh.digest(parametrized())
+    assert torch.equal(trained.model[2].weight, reference[2].weight)
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("make_model", [still_mlp, Cnn, large, larger])

@@ -22,7 +22,9 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
+from torch import nn
 from torch.multiprocessing import get_sharing_strategy
+from torch.nn.utils import parametrize
 
 from manyhands.comm.segment import Segment, aligned
 from manyhands.errors import UsageError
@@ -66,12 +68,20 @@ def _placed_tensor(segment: int, offset: int, shape: tuple[int, ...], dtype: tor
 
 def _placed_parameter(
     data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any], hooks: Sequence[Callable[..., Any]]
-) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(data, requires_grad)
+) -> nn.Parameter:
+    parameter = nn.Parameter(data, requires_grad)
     parameter.__dict__.update(attributes)
     for hook in hooks:
         parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     return parameter
+
+
+def _parametrized(module: nn.Module, state: dict[str, Any]) -> None:
+    """Make of an empty module of the plain class what ``register_parametrization`` had made of it."""
+    module.__dict__.update(state)
+    parametrize._inject_new_class(module)
+    for name in state["_modules"]["parametrizations"]:
+        parametrize._inject_property(module, name)
 
 
 def _shared_array(offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -99,11 +109,14 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.Tensor) and id(obj) in self._places:
             place = self._places[id(obj)]
             rebuilt = (_placed_tensor, (place.segment, place.offset, place.shape, place.dtype))
-            if isinstance(obj, torch.nn.Parameter):
+            if isinstance(obj, nn.Parameter):
                 data = _Call(*rebuilt)
                 hooks = list((obj._backward_hooks or {}).values())
                 return _placed_parameter, (data, obj.requires_grad, dict(obj.__dict__), hooks)
             return rebuilt
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):  # of a class that torch has made for it
+            plain = type(obj).__bases__[0]
+            return plain.__new__, (plain,), obj.__dict__, None, None, _parametrized
         if isinstance(obj, _Call):
             return obj.function, obj.arguments
         if type(obj) is torch.Tensor and _is_large_tensor(obj):
@@ -195,7 +208,7 @@ def pack(obj: object, what: str, places: Mapping[int, Place] | None = None) -> P
     packer = _Packer(file, places or {})
     try:
         packer.dump(obj)
-    except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         culprit = _find_culprit(obj)
         raise UsageError(
             f"{what} cannot be sent to a worker: {culprit or error}. "

@@ -32,9 +32,13 @@ class Message:
 
 def readable(fd: int, timeout_s: float) -> bool:
     """Whether ``fd`` can be read, or has ended, within ``timeout_s``. Unlike select, for any number of files."""
+    return _ready(fd, select.POLLIN, timeout_s)
+
+
+def _ready(fd: int, event: int, timeout_s: float) -> bool:
     poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+    poll.register(fd, event)
+    return bool(poll.poll(max(timeout_s, 0) * 1000))
 
 
 class Channel:
@@ -71,15 +75,13 @@ class Channel:
         frame = msgspec.msgpack.encode((kind, body or {}))
         data = memoryview(_LENGTH.pack(len(frame)) + frame)
         deadline = time.monotonic() + timeout_s
-        poll = select.poll()
-        poll.register(self._socket, select.POLLOUT)
         try:
             while data:
                 try:
                     data = data[socket.send_fds(self._socket, [data], list(fds)) if fds else self._socket.send(data) :]
                     fds = ()
                 except BlockingIOError:
-                    if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+                    if not _ready(self._socket.fileno(), select.POLLOUT, deadline - time.monotonic()):
                         raise TimeoutError(f"nobody took it within {timeout_s} s") from None
         except OSError as error:
             raise ChannelClosed(f"a message {kind!r} could not be delivered: {error}") from error
@@ -97,7 +99,7 @@ class Channel:
                 while self._read():
                     pass
             except BlockingIOError:
-                if not self.poll(max(deadline - time.monotonic(), 0)):
+                if not self.poll(deadline - time.monotonic()):
                     return None
                 continue
             except OSError as error:

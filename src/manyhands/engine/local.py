@@ -9,11 +9,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,12 @@ from typing import Any
 from manyhands.engine.channel import Channel, Message, readable
 from manyhands.errors import ChannelClosed, EngineError
 
-__all__ = ["Ending", "Process", "cores", "remove_afterwards", "shutdown", "spawn", "warm", "zygote_pid"]
+__all__ = ["Ending", "Process", "cores", "release", "remove_afterwards", "shutdown", "spawn", "warm", "zygote_pid"]
 
 _START_TIMEOUT_S = 120.0  # the zygote imports torch before it answers; a cold disk can take long
 _ANSWER_TIMEOUT_S = 2.0
+_PATIENCE_S = 0.5
+_REFUSALS_S = (0.05, 0.1, 0.2, 0.4, 0.8)  # how long to wait for room for another process, each time
 # What a process brings on itself.
 _FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
 
@@ -55,6 +59,7 @@ class Process:
             self.pidfd = os.pidfd_open(pid)
         except ProcessLookupError:  # died and was reaped before we looked
             self.pidfd = -1
+        _processes.add(self)
 
     def is_alive(self) -> bool:
         """False once the process has ended and can write nothing any more."""
@@ -94,6 +99,7 @@ class Process:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+        _processes.discard(self)
 
 
 class _Zygote:
@@ -112,18 +118,26 @@ class _Zygote:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal is for the caller alone
             )
+        with contextlib.suppress(ChannelClosed):  # it could not start; whoever needs it will see
+            for folder in _folders:
+                self.channel.send("folder", {"path": folder, "needed": True})
 
     def ask(self, kind: str, body: dict[str, Any], fds: Sequence[int] = (), *, timeout_s: float) -> Message | None:
         """Its answer; None when there is none in time. One that comes later is passed over: answers have numbers."""
         self._asked += 1
         deadline = time.monotonic() + timeout_s
         self.channel.send(kind, {**body, "number": self._asked}, fds)
-        while (answer := self.channel.receive(max(deadline - time.monotonic(), 0))) is not None:
-            if answer.body["number"] == self._asked:
+        while (left_s := deadline - time.monotonic()) > 0:
+            answer = self.channel.receive(min(left_s, _PATIENCE_S))
+            if answer is None:
+                self.process.send_signal(signal.SIGCONT)  # in case somebody has stopped it: nothing works without it
+            elif answer.body["number"] == self._asked:
                 return answer
         return None
 
     def close(self) -> None:
+        with contextlib.suppress(ChannelClosed):
+            self.channel.send("end", timeout_s=0)
         self.channel.close()
         try:
             self.process.wait(0.3)
@@ -133,6 +147,8 @@ class _Zygote:
 
 
 _lock = threading.RLock()
+_processes: weakref.WeakSet[Process] = weakref.WeakSet()  # those that nobody has closed yet
+_folders: set[str] = set()  # to be removed when this process ends
 _zygote: _Zygote | None = None
 _owner = 0
 
@@ -141,8 +157,10 @@ def warm() -> None:
     """Start the zygote in the background if it does not run."""
     global _zygote, _owner
     with _lock:
-        if _owner != os.getpid():  # a fork of the caller must not use the caller's zygote
+        if _owner != os.getpid():  # a fork of the caller must not use what is the caller's
             _zygote, _owner = None, os.getpid()
+            _folders.clear()
+            _processes.clear()
         if _zygote is not None and _zygote.process.poll() is None:
             return
         if _zygote is not None:
@@ -157,7 +175,6 @@ def zygote_pid() -> int | None:
         return _zygote.process.pid if running and _zygote is not None else None
 
 
-@atexit.register
 def shutdown() -> None:
     """End the zygote and every worker that is left. The next run starts it again."""
     global _zygote
@@ -167,24 +184,46 @@ def shutdown() -> None:
         _zygote = None
 
 
-def remove_afterwards(folder: str, *, needed: bool = True) -> None:
-    """Let the zygote remove ``folder`` when this process ends in whatever way; not ``needed``: it is gone already."""
+def release() -> bool:
+    """End the zygote, unless other runs of this process need it; whether it ended."""
     with _lock:
+        if _processes:
+            return False
+        shutdown()
+        return True
+
+
+@atexit.register
+def _end() -> None:
+    shutdown()
+    if _owner == os.getpid():
+        for folder in _folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_afterwards(folder: str, *, needed: bool = True) -> None:
+    """Let ``folder`` be removed when this process ends in whatever way; not ``needed``: it is gone already.
+
+    It is the zygote that does so when this process is killed; one that is started later is told as well.
+    """
+    with _lock:
+        (_folders.add if needed else _folders.discard)(folder)
         if needed:
             warm()
         if _zygote is not None and zygote_pid() is not None:
-            with contextlib.suppress(ChannelClosed):  # it was killed: the next run removes what is left
+            with contextlib.suppress(ChannelClosed):  # it was killed: the next one is told when it starts
                 _zygote.channel.send("folder", {"path": folder, "needed": needed})
 
 
 def spawn(target: str) -> Process:
     """Fork a process that calls ``target`` ("module:function") with its end of the channel."""
-    for attempt in (1, 2):
+    for pause_s in (*_REFUSALS_S, None):
         try:
             return _spawn(target)
-        except ChannelClosed as error:  # the zygote was killed: start another
-            if attempt == 2:
+        except (ChannelClosed, BlockingIOError) as error:  # the zygote was killed: start another; or it has no room
+            if pause_s is None:
                 raise EngineError(f"a worker process could not be started: {error}") from error
+            time.sleep(pause_s)
     raise AssertionError("unreachable")
 
 
@@ -204,6 +243,9 @@ def _spawn(target: str) -> Process:
         if answer is None:
             channel.close()  # should it be started after all, it finds nobody and ends
             raise EngineError(f"no worker process could be started within {_START_TIMEOUT_S:.0f} s")
+        if answer.kind == "refused":
+            channel.close()
+            raise BlockingIOError(answer.body["why"])
         return Process(answer.body["pid"], channel)
 
 

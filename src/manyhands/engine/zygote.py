@@ -64,6 +64,9 @@ def main(fd: int, caller: int) -> None:
                 os.read(wake_read, 4096)
             _reap(children, statuses)
             if channel.fileno() in ready and (message := channel.receive(0)) is not None:
+                if message.kind == "end":  # the caller lives on, and looks after its folders itself
+                    folders.clear()
+                    return
                 _serve(channel, life, message, children, statuses, folders)
     except ChannelClosed:
         pass
@@ -91,15 +94,22 @@ def _serve(
     channel: Channel, life: int, message: Message, children: set[int], statuses: dict[int, int], folders: set[str]
 ) -> None:
     if message.kind == "spawn":
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no room for another process now; those that are there go on
+            pid, trouble = -1, str(error)
         if pid == 0:
             os.close(life)
             channel.close()
             _become_child(message)
-        children.add(pid)
         for fd in message.fds:
             os.close(fd)
-        channel.send("spawned", {"pid": pid, "number": message.body["number"]})
+        number = message.body["number"]
+        if pid < 0:
+            channel.send("refused", {"why": trouble, "number": number})
+            return
+        children.add(pid)
+        channel.send("spawned", {"pid": pid, "number": number})
     elif message.kind == "status":
         channel.send("status", {"code": statuses.get(message.body["pid"]), "number": message.body["number"]})
     elif message.kind == "folder":

@@ -141,8 +141,8 @@ class LocalState(ModelState):
         if layout.extras:
             raise ModelError(
                 f"the optimizer {type(optimizer).__name__} keeps state shaped unlike its parameters "
-                f"({layout.extras[0].key}), which a share cannot keep from round to round; valid for sync='local': "
-                "optimizers whose state is single numbers or shaped like the parameters, such as SGD, Adam, AdamW"
+                f"({layout.extras[0].key}), which nobody keeps between steps of their own; valid for local steps and "
+                "mixing: optimizers whose state is numbers or shaped like the parameters, such as SGD, Adam, AdamW"
             )
         self.scalars = layout.scalars
         trained, _ = sort_parameters(model, optimizer)

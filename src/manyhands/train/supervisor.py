@@ -234,7 +234,7 @@ class Supervisor:
     def _bury(self, slot: int, seat: Seat) -> None:
         """The process has ended: settle its half-done work and its seat."""
         for fd in (seat.process.pidfd, seat.process.channel):
-            if fd in self._selector.get_map():
+            if fd != -1 and fd in self._selector.get_map():
                 self._selector.unregister(fd)
         team, who, step = self._team(slot), self._who(slot), self.arena.control.steps
         leaving = team.status.get(slot) == "leaving"
@@ -304,8 +304,11 @@ class Supervisor:
             process = local.spawn("manyhands.train.worker:main")
             stack = StackFile()
             self.seats[slot] = Seat(process, stack, beat_time=time.monotonic())
-            self._selector.register(process.pidfd, selectors.EVENT_READ, ("died", slot))
             self._selector.register(process.channel, selectors.EVENT_READ, ("message", slot))
+            if process.pidfd < 0:  # it has died already
+                self._requests.put(lambda: self._hear("died", slot))
+                return
+            self._selector.register(process.pidfd, selectors.EVENT_READ, ("died", slot))
         except Exception as error:
             self.fail(error)
             return

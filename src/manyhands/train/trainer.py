@@ -355,9 +355,9 @@ class Trainer:
 
     def _leave(self, fit: Fit, saved: int | None, stopped: int) -> NoReturn:
         """After Ctrl-C or SIGTERM: nothing is left, and the receipt says so."""
-        local.shutdown()
-        left = len(fit.session.supervisor.seats) + (local.zygote_pid() is not None)
-        fit.progress.end(interrupted_line(saved, stopped + 1, left, self.run_dir))
+        ended = local.release()
+        left = len(fit.session.supervisor.seats) + (ended and local.zygote_pid() is not None)
+        fit.progress.end(interrupted_line(saved, stopped + ended, left, self.run_dir))
         if fit.interrupts.signal == signal.SIGTERM:
             raise SystemExit(143)
         raise KeyboardInterrupt
