@@ -80,7 +80,7 @@ def test_hooks_of_parameters_run() -> None:
 
 
 def parametrized() -> nn.Module:
-    """One layer has its weight from two parameters, the other is kept orthogonal: each is of a class that torch makes."""
+    """One layer has its weight from two parameters, the other is kept orthogonal: each of a class that torch makes."""
     model = large(64)
     nn.utils.parametrizations.weight_norm(model[0])
     nn.utils.parametrizations.orthogonal(model[2])
