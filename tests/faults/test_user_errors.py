@@ -78,7 +78,8 @@ def test_an_error_in_a_server_names_the_server(sync: Any) -> None:
     )
     with pytest.raises(KeyError, match="broken") as caught:
         trainer.fit(Scene().data, batch_size=16, run_dir=False, progress="quiet")
-    assert any(note.startswith("raised in server 0") for note in caught.value.__notes__)
+    # A backup may be the first one to fail.
+    assert any(note.startswith("raised in server") for note in caught.value.__notes__)
 
 
 def _broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from manyhands.train.strategy import resolve_sync
         ({"policy": Plain(), "every": 4}, "every=4 and policy=Plain(): every goes with policy='mixing'"),
         ({"policy": "mixing", "beta": 1.5}, "beta=1.5 of policy mixing: valid: a number above 0 and below 1"),
         ({"policy": "mixing", "every": 0}, "every=0 of policy mixing: valid: at least 1"),
-        ({"policy": "mixing", "staleness": 2}, "staleness=2 has no meaning for policy 'mixing'"),
+        ({"policy": "mixing", "staleness": 2}, "staleness=2 and policy='mixing': staleness goes with"),
         ({"policy": "mixing", "codec": "int8"}, "and policy 'mixing': valid is None"),
         ({"policy": "mixing", "replicas": 1}, "policy 'mixing' over sockets"),
         ({"policy": "async", "predict": 2}, "predict received 2; valid are True, False and None"),
