@@ -81,9 +81,14 @@ def sockets(pid: int) -> set[str]:
     return folders | {row[7] for row in rows if len(row) > 7 and f"manyhands-{pid}-" in row[7]}
 
 
+def remains(token: str, pid: int, after_s: float) -> set[str]:
+    """What is left of a run: living processes, sockets, folders."""
+    return {describe(found, after_s) for found in marked(token)} | {f"socket {path}" for path in sockets(pid)}
+
+
 def once(name: str, sync: str, after_s: float, grace_s: float, folder: Path) -> tuple[str, float, list[str]]:
     """End one run after ``after_s`` seconds; returns how it ended, after how long, and what it left."""
-    token, segments_before = uuid.uuid4().hex, segments()
+    token, before = uuid.uuid4().hex, segments()
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), MARK: token}
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT.replace("SYNC", SYNCS[sync]), str(folder / token)],
@@ -101,18 +106,17 @@ def once(name: str, sync: str, after_s: float, grace_s: float, folder: Path) -> 
             process.send_signal(SIGNALS[name])
             time.sleep(0.05)
         begun = time.monotonic()
-        while (pids := marked(token)) and time.monotonic() < begun + grace_s:
+        while (
+            left := remains(token, process.pid, after_s) | segments() - before
+        ) and time.monotonic() < begun + grace_s:
             process.poll()
             time.sleep(0.05)
-        took_s = time.monotonic() - begun
-        left = [describe(pid, after_s) for pid in pids]
-        left += [f"segment {name}" for name in segments() - segments_before]
-        left += [f"socket {name}" for name in sockets(process.pid)]
+        took_s, pids = time.monotonic() - begun, marked(token)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         code = process.wait(10)
-    return signal.Signals(-code).name if code < 0 else f"code {code}", took_s, left
+    return signal.Signals(-code).name if code < 0 else f"code {code}", took_s, sorted(left)
 
 
 def main() -> int:

@@ -266,6 +266,17 @@ def test_a_folder_outlives_the_zygote_but_not_the_caller(killed: bool, tmp_path:
         assert within(5, lambda: not folder.exists())
 
 
+@pytest.mark.fault
+def test_a_folder_goes_with_a_caller_that_is_killed_before_the_zygote_has_heard_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(Path(manyhands.__file__).parents[1])}
+    script = "import os, sys; from manyhands.engine import local; local.remove_afterwards(sys.argv[1]); os.abort()"
+    ended = subprocess.run([sys.executable, "-c", script, str(folder)], env=environment, stderr=subprocess.DEVNULL)
+    assert ended.returncode == -signal.SIGABRT
+    assert within(20, lambda: not folder.exists())
+
+
 SCRIPT = """
 import sys, time
 from manyhands.engine import local

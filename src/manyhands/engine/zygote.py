@@ -32,16 +32,28 @@ _OLD_LIMIT = 1 << 25  # the most that older C libraries accept
 
 
 def main(fd: int, caller: int) -> None:
-    """Serve spawn and status requests until the caller is gone.
-
-    The end of the connection alone would not tell: a fork of the caller's own may still hold the other end.
-    """
+    """Serve spawn and status requests until the caller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
+    children: set[int] = set()
+    folders: set[str] = set()
     try:
-        life = os.pidfd_open(caller)
-    except ProcessLookupError:
-        return
+        _run(channel, caller, children, folders)
+    except (ChannelClosed, ProcessLookupError):
+        pass
+    finally:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        _end(channel, folders)
+
+
+def _run(channel: Channel, caller: int, children: set[int], folders: set[str]) -> None:
+    # The end of the connection alone would not tell: a fork of the caller's own may still hold the other end.
+    life = os.pidfd_open(caller)
     if os.getppid() != caller:
         return
     importlib.import_module("manyhands.train.worker")  # all that a worker needs, loaded once
@@ -52,33 +64,33 @@ def main(fd: int, caller: int) -> None:
     os.set_blocking(wake_read, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    children: set[int] = set()
     statuses: dict[int, int] = {}
-    folders: set[str] = set()
-    try:
-        while True:
-            ready, _, _ = select.select([channel.fileno(), wake_read, life], [], [], 5.0)
-            if life in ready:
+    while True:
+        ready, _, _ = select.select([channel.fileno(), wake_read, life], [], [], 5.0)
+        if life in ready:
+            return
+        with contextlib.suppress(BlockingIOError):
+            os.read(wake_read, 4096)
+        _reap(children, statuses)
+        if channel.fileno() in ready and (message := channel.receive(0)) is not None:
+            if message.kind == "end":  # the caller lives on, and looks after its folders itself
+                folders.clear()
                 return
-            with contextlib.suppress(BlockingIOError):
-                os.read(wake_read, 4096)
-            _reap(children, statuses)
-            if channel.fileno() in ready and (message := channel.receive(0)) is not None:
-                if message.kind == "end":  # the caller lives on, and looks after its folders itself
-                    folders.clear()
-                    return
-                _serve(channel, life, message, children, statuses, folders)
-    except ChannelClosed:
-        pass
-    finally:
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in children:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            _serve(channel, life, message, children, statuses, folders)
+
+
+def _end(channel: Channel, folders: set[str]) -> None:
+    """Remove the caller's folders, also those of which we have not heard yet."""
+    with contextlib.suppress(ChannelClosed):
+        while (message := channel.receive(0)) is not None:
+            if message.kind == "folder":
+                _note(message, folders)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _note(message: Message, folders: set[str]) -> None:
+    (folders.add if message.body["needed"] else folders.discard)(message.body["path"])
 
 
 def _reap(children: set[int], statuses: dict[int, int]) -> None:
@@ -113,7 +125,7 @@ def _serve(
     elif message.kind == "status":
         channel.send("status", {"code": statuses.get(message.body["pid"]), "number": message.body["number"]})
     elif message.kind == "folder":
-        (folders.add if message.body["needed"] else folders.discard)(message.body["path"])
+        _note(message, folders)
 
 
 def _become_child(message: Message) -> NoReturn:
